@@ -224,8 +224,8 @@ def run_tests(kit: Kit) -> Iterator[Row]:
 def measure_attention(kit: Kit) -> Iterator[Row]:
     """Packed attention as the learner computes it, beside float64: the largest error of outputs of about 1."""
     generator = torch.Generator(device=kit.device).manual_seed(0)
-    lengths_S = torch.tensor([1, 700, 33, 256, 1024], device=kit.device)
-    packing = Packing(lengths_S)
+    lengths_S = torch.tensor([1, 700, 33, 256, 1024])
+    packing = Packing(lengths_S, device=torch.device(kit.device))
     query, key, value = (
         torch.randn(int(lengths_S.sum()), heads, 128, generator=generator, device=kit.device, dtype=torch.float64)
         for heads in (16, 8, 8)

@@ -59,7 +59,7 @@ class ScalarScorer:
         lengths_S = torch.tensor([len(sequence) for sequence in sequences])
         ids_T = torch.cat([torch.tensor(sequence) for sequence in sequences])
         positions_T = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
-        ids_T, positions_T, lengths_S = (x.to(self._spec.device) for x in (ids_T, positions_T, lengths_S))
+        ids_T, positions_T = (x.to(self._spec.device) for x in (ids_T, positions_T))
         scores_T = compute_packed_scores(self._model, ids_T, positions_T, lengths_S)
         return last_of_samples(scores_T, lengths_S).tolist()
 

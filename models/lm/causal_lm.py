@@ -138,16 +138,20 @@ def compute_packed_logprobs(
     log-probs in the place of each token are wanted too. `fp32_logits`: as in `linear_logprobs`. Works under autograd,
     FSDP2 and activation checkpointing: the root module is called once on every rank.
 
+    Lengths, prefixes and `wanted_T` are on the host, the rest on the model's device: nothing waits for it before the
+    model is called.
+
     context: ranks that give the same arguments and compute a slice of the tokens each. All get all log-probs. A rank's
     gradient passes through those of its own slice: summed over ranks, gradients of weights are those of one loss.
     """
-    not_first_T = position_ids_T > 0
-    targets_R = (not_first_T if wanted_T is None else not_first_T & wanted_T).nonzero().squeeze(-1)
-    packing = Packing(sample_lengths_S, prefixes, context)
+    packing = Packing(sample_lengths_S, prefixes, context, token_ids_T.device)
+    is_target_T = packing.before_T != torch.arange(packing.num_tokens)
+    targets_R = (is_target_T if wanted_T is None else is_target_T & wanted_T).nonzero().squeeze(-1)
     before_R = packing.before_T[targets_R]
     if context is not None:
         is_own_R, before_R = context.own_places(before_R, packing.num_tokens)
         targets_R = targets_R[is_own_R]
+    targets_R, before_R = packing.copy_to_device(targets_R, before_R)
     wanted = Wanted(
         chosen_R=token_ids_T[targets_R],
         also_RK=None if also_TK is None else also_TK[targets_R],

@@ -99,12 +99,9 @@ def _behind_another(num_shared: int, device: torch.device) -> tuple[Tensor, Tens
     """Token ids, positions, lengths and prefixes of PREFIX + FIRST, then PREFIX + SECOND without the shared tokens."""
     first, own = PREFIX + FIRST, (PREFIX + SECOND)[num_shared:]
     positions = (*range(len(first)), *range(num_shared, num_shared + len(own)))
-    prefixes = Prefixes(
-        parents_S=torch.tensor([0, 0 if num_shared else 1], device=device),
-        lengths_S=torch.tensor([0, num_shared], device=device),
-    )
+    prefixes = Prefixes(parents_S=torch.tensor([0, 0 if num_shared else 1]), lengths_S=torch.tensor([0, num_shared]))
     ids_T, positions_T = torch.tensor(first + own, device=device), torch.tensor(positions, device=device)
-    return ids_T, positions_T, torch.tensor([len(first), len(own)], device=device), prefixes
+    return ids_T, positions_T, torch.tensor([len(first), len(own)]), prefixes
 
 
 def _refuse_above(tolerance: float, off: float, unit: str, num_shared: int, model: PreTrainedModel) -> None:

@@ -1,5 +1,8 @@
 """The layout of packed samples whose prefixes form a tree. Pure: knows no model.
 
+It is computed on the host, and what attention reads is copied to the device: reading one number there waits for all
+that the device still has to do.
+
 S: samples, T: packed tokens. The own tokens of samples are end to end. A sample's prefix lies in other samples: in its
 parent's own tokens and before them, in the parent's prefix.
 """
@@ -11,14 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from grmpipe.models.lm.device_copy import copy_to_device
 from grmpipe.models.lm.parallel.context_parallel import ContextRanks
 
+CPU = torch.device("cpu")
 FEWEST_QUERIES = 16  # rows of fewer are no faster
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prefixes:
-    """The prefixes of samples: the first tokens of another sample, its parent."""
+    """The prefixes of samples: the first tokens of another sample, its parent. On the host."""
 
     parents_S: Tensor  # int64, the sample that holds the prefix's last token among its own; without a prefix: itself
     lengths_S: Tensor  # int64, longer than the parent's prefix; 0: no prefix
@@ -34,11 +39,13 @@ class Prefixes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """The keys of each sample, its prefix and its own tokens, end to end. K: all of them."""
+    """The keys of each sample, its prefix and its own tokens, end to end; and its queries. K: all keys."""
 
     places_K: Tensor | None  # int64, among the packed tokens; None: in their order
     starts_S1: Tensor  # int32, S + 1 cumulative lengths, from 0
     max_length: int
+    query_starts_S1: Tensor  # the same of own tokens
+    max_queries: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +85,17 @@ class Packing:
     """The packing of a micro-batch. What all layers need is computed once, when the first of them asks."""
 
     def __init__(
-        self, lengths_S: Tensor, prefixes: Prefixes | None = None, context: ContextRanks | None = None
+        self,
+        lengths_S: Tensor,
+        prefixes: Prefixes | None = None,
+        context: ContextRanks | None = None,
+        device: torch.device = CPU,
     ) -> None:
-        """lengths_S: int64, of own tokens; sums to T. context: the ranks that hold a slice of the tokens each."""
+        """lengths_S: int64, of own tokens, on the host; sums to T. context: the ranks that hold a slice of the tokens
+        each. device: the one of attention.
+        """
         self.context = context
+        self._device = device
         self._lengths_S = lengths_S
         self._ends_S = lengths_S.cumsum(0)
         self._starts_S = self._ends_S - lengths_S
@@ -94,18 +108,9 @@ class Packing:
         return int(self._ends_S[-1])
 
     @cached_property
-    def starts_S1(self) -> Tensor:
-        """int32, S + 1 cumulative lengths of own tokens, from 0."""
-        return F.pad(self._ends_S, (1, 0)).int()
-
-    @cached_property
-    def max_length(self) -> int:
-        return int(self._lengths_S.max())
-
-    @cached_property
     def before_T(self) -> Tensor:
-        """The place of the token before each one in its sample; the token's own place if there is none."""
-        before_T = torch.arange(self.num_tokens, device=self._ends_S.device) - 1
+        """The place of the token before each one in its sample; the token's own place if there is none. On the host."""
+        before_T = torch.arange(self.num_tokens) - 1
         before_T[self._starts_S] = self._starts_S
         if self._prefixes is not None:
             last_S = self._offsets_S[self._prefixes.parents_S] + self._prefixes.lengths_S - 1
@@ -117,17 +122,29 @@ class Packing:
         """What is added to the position of a sample's own token to find its place."""
         return self._starts_S if self._prefixes is None else self._starts_S - self._prefixes.lengths_S
 
+    def copy_to_device(self, *tensors: Tensor) -> list[Tensor]:
+        """Tensors of the host where attention is: in one copy, if that is elsewhere."""
+        return list(tensors) if self._device == CPU else copy_to_device([t.numpy() for t in tensors], self._device)
+
     @cached_property
     def keys(self) -> Keys:
+        own_S1, max_queries = _cumulate(self._ends_S), int(self._lengths_S.max())
         if self._prefixes is None:
-            return Keys(places_K=None, starts_S1=self.starts_S1, max_length=self.max_length)
+            (own_S1,) = self.copy_to_device(own_S1)
+            return Keys(
+                places_K=None, starts_S1=own_S1, max_length=max_queries, query_starts_S1=own_S1, max_queries=max_queries
+            )
         lengths_S = self._prefixes.lengths_S + self._lengths_S
         max_length = int(lengths_S.max())
-        is_there_SK = torch.arange(max_length, device=lengths_S.device) < lengths_S[:, None]
+        is_there_SK = torch.arange(max_length) < lengths_S[:, None]
+        places_K = self._first_tokens(torch.arange(len(lengths_S)), max_length)[is_there_SK]
+        places_K, starts_S1, own_S1 = self.copy_to_device(places_K, _cumulate(lengths_S.cumsum(0)), own_S1)
         return Keys(
-            places_K=self._first_tokens(torch.arange(len(lengths_S), device=lengths_S.device), max_length)[is_there_SK],
-            starts_S1=F.pad(lengths_S.cumsum(0), (1, 0)).int(),
+            places_K=places_K,
+            starts_S1=starts_S1,
             max_length=max_length,
+            query_starts_S1=own_S1,
+            max_queries=max_queries,
         )
 
     @cached_property
@@ -140,11 +157,13 @@ class Packing:
         """The place of each token's query in all rows end to end."""
         slots_T, first = torch.empty_like(self.before_T), 0
         for samples_N, rows in zip(self._by_size, self.rows, strict=True):
-            own_Q = torch.arange(rows.queries_NQ.shape[1], device=slots_T.device)
+            own_Q = torch.arange(rows.queries_NQ.shape[1])
             is_own_NQ = own_Q < self._lengths_S[samples_N, None]
-            slots_T[rows.queries_NQ[is_own_NQ]] = first + is_own_NQ.flatten().nonzero().squeeze(-1)
+            slots_T[(self._starts_S[samples_N, None] + own_Q)[is_own_NQ]] = (
+                first + is_own_NQ.flatten().nonzero().squeeze(-1)
+            )
             first += is_own_NQ.numel()
-        return slots_T
+        return self.copy_to_device(slots_T)[0]
 
     @cached_property
     def _by_size(self) -> tuple[Tensor, ...]:
@@ -155,18 +174,20 @@ class Packing:
 
     def _rows(self, samples_N: Tensor) -> PaddedRows:
         own_N = self._lengths_S[samples_N]
-        own_Q = torch.arange(int(own_N.max()), device=own_N.device)
+        own_Q = torch.arange(int(own_N.max()))
         queries_NQ = (self._starts_S[samples_N, None] + own_Q).minimum(self._ends_S[samples_N, None] - 1)
         prefix_N = None if self._prefixes is None else self._prefixes.lengths_S[samples_N]
         if prefix_N is None or not prefix_N.any():
+            (queries_NQ,) = self.copy_to_device(queries_NQ)
             return PaddedRows(queries_NQ=queries_NQ, keys_NK=queries_NQ, prefix_lengths_N=None)
         keys_NK = self._first_tokens(samples_N, int((prefix_N + own_N).max()))
+        queries_NQ, keys_NK, prefix_N = self.copy_to_device(queries_NQ, keys_NK, prefix_N)
         return PaddedRows(queries_NQ=queries_NQ, keys_NK=keys_NK, prefix_lengths_N=prefix_N)
 
     def _first_tokens(self, samples_N: Tensor, number: int) -> Tensor:
         """[N, number]: the places of the first tokens of these samples, including their prefixes."""
         assert self._prefixes is not None
-        positions_K = torch.arange(number, device=samples_N.device)
+        positions_K = torch.arange(number)
         found_NK = (self._offsets_S[samples_N, None] + positions_K).minimum(self._ends_S[samples_N, None] - 1)
         holders_N = samples_N
         for _ in range(self._prefixes.depth):
@@ -174,3 +195,8 @@ class Packing:
             holders_N = self._prefixes.parents_S[holders_N]
             found_NK = torch.where(positions_K < prefix_N1, self._offsets_S[holders_N, None] + positions_K, found_NK)
         return found_NK
+
+
+def _cumulate(ends_S: Tensor) -> Tensor:
+    """int32, S + 1: the ends, and 0 before them."""
+    return F.pad(ends_S, (1, 0)).int()

@@ -118,9 +118,9 @@ def compute_packed_scores(
     """The head's number at each token, given its sample up to there. [T]; T: packed tokens, S: samples.
 
     One forward pass over samples packed end to end, also under autograd, FSDP2 and activation checkpointing.
-    context: ranks that share samples, as in `packed_logprobs`.
+    The lengths are on the host. context: ranks that share samples, as in `compute_packed_logprobs`.
     """
-    packing = Packing(sample_lengths_S, context=context)
+    packing = Packing(sample_lengths_S, None, context, token_ids_T.device)
     scores = compute_packed_logits(model, token_ids_T, position_ids_T, packing)[:, 0]
     return scores if context is None else context.unite_slices(scores, packing.num_tokens)
 

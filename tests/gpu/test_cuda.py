@@ -83,7 +83,7 @@ def test_sampled_log_probs_equal_a_plain_forward_pass(dtype: str) -> None:
             model,
             torch.tensor(micro_batch.token_ids_T, device="cuda"),
             torch.tensor(micro_batch.position_ids_T, device="cuda"),
-            torch.tensor(micro_batch.sample_lengths_S, device="cuda"),
+            torch.tensor(micro_batch.sample_lengths_S),
         ).logprobs_T.float().cpu()  # fmt: skip
     trained_T = torch.tensor(micro_batch.loss_mask_E) > 0
     error_T = (logprobs_T - torch.tensor(micro_batch.sampler_logprobs_E))[trained_T].abs()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from grmpipe.algorithm.value_loss import value_loss
+from grmpipe.models.lm.device_copy import copy_to_device
 from grmpipe.train.critic.value_samples import ValueBatch
 from grmpipe.train.non_finite_gradients import NonFiniteGradients
 from grmpipe.train.scalar.scalar_rank import ScalarRank, ScalarSpec
@@ -28,10 +29,9 @@ class CriticLearner(ScalarRank):
 
     def accumulate(self, batch: ValueBatch) -> None:
         """Add the gradient of this batch's summed loss."""
-        weights_T = self._here(batch.weights_T)
-        loss_T, clipped_T = value_loss(
-            self._forward(batch), self._here(batch.values_T), self._here(batch.returns_T), self._clip
-        )
+        arrays = [batch.weights_T, batch.values_T, batch.returns_T]
+        weights_T, values_T, returns_T = copy_to_device(arrays, self._device)
+        loss_T, clipped_T = value_loss(self._forward(batch), values_T, returns_T, self._clip)
         loss = (weights_T * loss_T).sum()
         loss.backward()
         self._count(value_loss=loss, clip_share=(weights_T * clipped_T).sum(), weight=weights_T.sum())

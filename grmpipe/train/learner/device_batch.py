@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -11,84 +10,78 @@ from torch import Tensor
 
 from grmpipe.algorithm.corrections import Taught
 from grmpipe.models.lm.causal_lm import PackedLogprobs
+from grmpipe.models.lm.device_copy import copy_to_device
 from grmpipe.models.lm.packing import Prefixes
-from grmpipe.types import MicroBatch, TeacherEntries
+from grmpipe.types import MicroBatch, OldPass, TeacherEntries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceBatch:
-    """A MicroBatch on the model's device."""
+    """A MicroBatch for a pass of the model: lengths, prefixes and `wanted_T` on the host, all else on the model's
+    device.
+    """
 
-    token_ids_T: Tensor
-    position_ids_T: Tensor
     sample_lengths_S: Tensor
     prefixes: Prefixes
     wanted_T: Tensor  # bool, tokens with a trained entry
+    token_ids_T: Tensor
+    position_ids_T: Tensor
     places_E: Tensor
     rollout_lengths_R: Tensor
     loss_mask_E: Tensor
     sampler_logprobs_E: Tensor
     advantages_E: Tensor
     versions_E: Tensor
+    old_logprobs_T: Tensor | None = None
+    experts_TLK: Tensor | None = None
     teacher: DeviceTeacher | None
 
     @staticmethod
-    def of(micro_batch: MicroBatch, device: torch.device) -> DeviceBatch:
-        here = partial(torch.tensor, device=device)  # copies: arrays that come through an object store are read-only
-        wanted_T = np.zeros(len(micro_batch.token_ids_T), dtype=np.bool_)
+    def of(micro_batch: MicroBatch, device: torch.device, old: OldPass | None = None) -> DeviceBatch:
+        """old: the earlier pass over it, if there was one. Experts that it chose replace those to replay."""
+        arrays = {
+            "token_ids_T": micro_batch.token_ids_T,
+            "position_ids_T": micro_batch.position_ids_T,
+            "places_E": micro_batch.places_E,
+            "rollout_lengths_R": micro_batch.rollout_lengths_R,
+            "loss_mask_E": micro_batch.loss_mask_E,
+            "sampler_logprobs_E": micro_batch.sampler_logprobs_E,
+            "advantages_E": micro_batch.advantages_E,
+            "versions_E": micro_batch.versions_E,
+        }
+        if old is not None:
+            arrays["old_logprobs_T"] = old.logprobs_T
+        experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
+        if experts_TLK is not None:
+            arrays["experts_TLK"] = experts_TLK
+        taught = {} if micro_batch.teacher is None else _list_arrays(micro_batch.teacher, micro_batch)
+        copies = copy_to_device([*arrays.values(), *taught.values()], device)
+        there = dict(zip([*arrays, *taught], copies, strict=True))
+        wanted_T = torch.zeros(len(micro_batch.token_ids_T), dtype=torch.bool)
         wanted_T[micro_batch.places_E[micro_batch.loss_mask_E > 0]] = True
         return DeviceBatch(
-            token_ids_T=here(micro_batch.token_ids_T),
-            position_ids_T=here(micro_batch.position_ids_T),
-            sample_lengths_S=here(micro_batch.sample_lengths_S),
-            prefixes=Prefixes(parents_S=here(micro_batch.parents_S), lengths_S=here(micro_batch.prefix_lengths_S)),
-            wanted_T=here(wanted_T),
-            places_E=here(micro_batch.places_E),
-            rollout_lengths_R=here(micro_batch.rollout_lengths_R),
-            loss_mask_E=here(micro_batch.loss_mask_E),
-            sampler_logprobs_E=here(micro_batch.sampler_logprobs_E),
-            advantages_E=here(micro_batch.advantages_E),
-            versions_E=here(micro_batch.versions_E),
-            teacher=DeviceTeacher.of(micro_batch.teacher, device),
+            # Copies: arrays that come through an object store are read-only.
+            sample_lengths_S=torch.tensor(micro_batch.sample_lengths_S),
+            prefixes=Prefixes(
+                parents_S=torch.tensor(micro_batch.parents_S), lengths_S=torch.tensor(micro_batch.prefix_lengths_S)
+            ),
+            wanted_T=wanted_T,
+            teacher=DeviceTeacher(**{name: there[name] for name in taught}) if taught else None,
+            **{name: there[name] for name in arrays},
         )
-
-    def likely_ids(self) -> Tensor | None:
-        """[T, K]: the teacher's likely tokens in the place of each packed token; None if none are compared. A token
-        that several samples train has the same ones in each.
-        """
-        if self.teacher is None or self.teacher.top_ids_EK is None:
-            return None
-        ids_EK = self.teacher.top_ids_EK
-        ids_TK = ids_EK.new_zeros(len(self.token_ids_T), ids_EK.shape[1])
-        is_taught_E = self.teacher.taught_E > 0
-        ids_TK[self.places_E[is_taught_E]] = ids_EK[is_taught_E]
-        return ids_TK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTeacher:
-    """TeacherEntries on the model's device."""
+    """TeacherEntries on the model's device.
+
+    likely_ids_TK: the likely tokens in the place of each packed token; None: none are compared.
+    """
 
     taught_E: Tensor
     logprobs_E: Tensor
-    top_ids_EK: Tensor | None
-    top_logprobs_EK: Tensor | None
-
-    @staticmethod
-    def of(teacher: TeacherEntries | None, device: torch.device) -> DeviceTeacher | None:
-        if teacher is None:
-            return None
-
-        def here(values: np.ndarray) -> Tensor:
-            return torch.tensor(values, device=device)
-
-        top_ids_EK, top_logprobs_EK = teacher.top_ids_EK, teacher.top_logprobs_EK
-        return DeviceTeacher(
-            taught_E=here(teacher.taught_E),
-            logprobs_E=here(teacher.logprobs_E),
-            top_ids_EK=None if top_ids_EK is None else here(top_ids_EK),
-            top_logprobs_EK=None if top_logprobs_EK is None else here(top_logprobs_EK),
-        )
+    top_logprobs_EK: Tensor | None = None
+    likely_ids_TK: Tensor | None = None
 
     def beside(self, own: PackedLogprobs, places_E: Tensor) -> Taught:
         """With the policy's log-probs of the same tokens."""
@@ -98,3 +91,15 @@ class DeviceTeacher:
             top_TK=self.top_logprobs_EK,
             own_top_TK=None if own.also_TK is None else own.also_TK[places_E],
         )
+
+
+def _list_arrays(teacher: TeacherEntries, micro_batch: MicroBatch) -> dict[str, np.ndarray]:
+    """The arrays of a DeviceTeacher."""
+    arrays = {"taught_E": teacher.taught_E, "logprobs_E": teacher.logprobs_E}
+    ids_EK, logprobs_EK = teacher.top_ids_EK, teacher.top_logprobs_EK
+    if ids_EK is None or logprobs_EK is None:
+        return arrays
+    # A token that several samples train has the same ones in each.
+    ids_TK, is_taught_E = np.zeros((len(micro_batch.token_ids_T), ids_EK.shape[1]), ids_EK.dtype), teacher.taught_E > 0
+    ids_TK[micro_batch.places_E[is_taught_E]] = ids_EK[is_taught_E]
+    return {**arrays, "top_logprobs_EK": logprobs_EK, "likely_ids_TK": ids_TK}

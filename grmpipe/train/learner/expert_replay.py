@@ -34,12 +34,12 @@ class ExpertReplay:
         self._load = None if self._routers is None else ExpertLoad(self._routers, self._device)
 
     @contextmanager
-    def replay_experts(self, experts_TLK: np.ndarray | None) -> Iterator[RouterReplay | None]:
+    def replay_experts(self, experts_TLK: Tensor | None) -> Iterator[RouterReplay | None]:
         """Context: passes of the policy use these experts; None: those that its routers choose."""
         if not self.replays or self._routers is None or experts_TLK is None:
             yield None
             return
-        wanted_TLK = torch.tensor(experts_TLK, dtype=torch.int16, device=self._device)  # signed, for ANY_EXPERT
+        wanted_TLK = experts_TLK.to(torch.int16)  # signed, for ANY_EXPERT
         if self._context is not None:
             wanted_TLK = self._context.own_slice(wanted_TLK, fill=ANY_EXPERT)
         with self._routers.replay(wanted_TLK) as replay:

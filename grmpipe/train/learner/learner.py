@@ -83,16 +83,15 @@ class Learner(TrainingRank):
         batch, because the weights are still those of pi_old.
         """
         algorithm = self._spec.algorithm
-        batch = DeviceBatch.of(micro_batch, self._device)
+        batch = DeviceBatch.of(micro_batch, self._device, old)
         # First: if the reference is the model without its adapters, its pass must not come between two passes of the
         # policy.
         reference_T = self._reference_logprobs(batch) if algorithm.kl_in_reward is False else None
-        experts_TLK = micro_batch.experts_TLK if old is None or old.experts_TLK is None else old.experts_TLK
-        with self._experts.replay_experts(experts_TLK) as replay:
+        with self._experts.replay_experts(batch.experts_TLK) as replay:
             with self._experts.count_load(idle=not micro_batch.loss_mask_E.any()):
                 current = self._forward(self._model, batch, entropy=True)
             current_E = current.logprobs_T[batch.places_E]
-            old_T = None if old is None else torch.tensor(old.logprobs_T, device=self._device)
+            old_T = batch.old_logprobs_T
             ages_E = self.policy_version - batch.versions_E
             logprobs = TokenLogprobs(
                 current_T=current_E,
@@ -130,7 +129,7 @@ class Learner(TrainingRank):
         """pi_old for batches with several updates, and the experts of the tokens if they are replayed."""
         self._usage.add(micro_batch, gradients=False)
         batch = DeviceBatch.of(micro_batch, self._device)
-        with without_gradient(self._model), self._experts.replay_experts(micro_batch.experts_TLK):
+        with without_gradient(self._model), self._experts.replay_experts(batch.experts_TLK):
             return self._experts.record_old_pass(
                 lambda: _to_host(self._forward(self._model, batch).logprobs_T), len(batch.token_ids_T)
             )
@@ -183,7 +182,7 @@ class Learner(TrainingRank):
     def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probs (temperature 1) of all tokens except the first. An engine with these weights must give the same."""
         ids_T = torch.tensor(token_ids, device=self._device)
-        lengths_S = torch.tensor([len(token_ids)], device=self._device)
+        lengths_S = torch.tensor([len(token_ids)])
         positions_T = torch.arange(len(token_ids), device=self._device)
         with without_gradient(self._model):
             scored = compute_packed_logprobs(
@@ -224,7 +223,7 @@ class Learner(TrainingRank):
             want_entropy=entropy,
             entropy_gradient=self._spec.algorithm.entropy_coefficient > 0,
             wanted_T=batch.wanted_T,
-            also_TK=batch.likely_ids() if entropy else None,
+            also_TK=batch.teacher.likely_ids_TK if entropy and batch.teacher is not None else None,
             temperature=self._spec.temperature if temperature is None else temperature,
             fp32_logits=LM_HEAD in self._train.fp32_modules,
             context=self._context,

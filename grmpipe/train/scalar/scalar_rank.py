@@ -11,6 +11,7 @@ from torch import Tensor
 from grmpipe.config.train import TrainConfig
 from grmpipe.models.hub import find_files
 from grmpipe.models.lm.checkpoint import export_hf
+from grmpipe.models.lm.device_copy import copy_to_device
 from grmpipe.models.lm.packed_check import probe_scores
 from grmpipe.models.lm.parallel.context_parallel import ContextRanks
 from grmpipe.models.lm.parallelize import SCALAR_HEAD, load_parallel, without_gradient
@@ -75,12 +76,9 @@ class ScalarRank(TrainingRank):
         export_hf(directory, self._model, self._tokenizer_files, dtype=dtype, exact=SCALAR_HEAD.exact)
 
     def _forward(self, batch: PackedSequences) -> Tensor:
+        ids_T, positions_T = copy_to_device([batch.token_ids_T, batch.position_ids_T], self._device)
         return compute_packed_scores(
-            self._model,
-            self._here(batch.token_ids_T),
-            self._here(batch.position_ids_T),
-            self._here(batch.sequence_lengths_S),
-            self._context,
+            self._model, ids_T, positions_T, torch.tensor(batch.sequence_lengths_S), self._context
         )
 
     def _count(self, **sums: Tensor) -> None:
@@ -106,9 +104,6 @@ class ScalarRank(TrainingRank):
             self.discard()
         return {name: value / weight for name, value in sums.items()}, update_metrics
 
-    def _here(self, array: np.ndarray) -> Tensor:
-        return torch.tensor(array, device=self._device)  # copies: arrays out of an object store are read-only
-
 
 class ScalarLearner(ScalarRank):
     """One rank of a scalar learner. Its methods are collectives: all ranks call the same ones in the same order."""
@@ -117,7 +112,7 @@ class ScalarLearner(ScalarRank):
         """Add the gradient of this batch's summed loss: binary cross-entropy of the targets (0 or 1) under
         sigmoid(score).
         """
-        targets_T, weights_T = self._here(batch.targets_T), self._here(batch.weights_T)
+        targets_T, weights_T = copy_to_device([batch.targets_T, batch.weights_T], self._device)
         loss = F.binary_cross_entropy_with_logits(self._forward(batch), targets_T, weights_T, reduction="sum")
         loss.backward()
         self._count(loss=loss, weight=weights_T.sum())

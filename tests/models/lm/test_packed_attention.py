@@ -69,7 +69,7 @@ def test_flash_over_packed_tokens_is_padded_attention(
     packing: Packing, window: int | None, scale: float | None, kv_heads: int, knows_groups: bool
 ) -> None:
     draw = torch.Generator().manual_seed(0)
-    num_tokens = int(packing.starts_S1[-1])
+    num_tokens = packing.num_tokens
     query, key, value = (
         torch.randn(num_tokens, heads, D, generator=draw, dtype=torch.float64) for heads in (H, kv_heads, kv_heads)
     )
