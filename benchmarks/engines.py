@@ -496,7 +496,8 @@ def report(speeds: Sequence[str], notes: Sequence[str], pauses: Sequence[str], r
         "",
         *pauses,
         "",
-        "The transfer time by transport and size, compared with a plain copy: [weight_sync.md](weight_sync.md).",
+        "The transfer time by transport and size, compared with a plain copy: [weight_sync.md](weight_sync.md). "
+        "Broadcasts: [push_pause.md](push_pause.md).",
         "",
         "## GPUs",
         "",

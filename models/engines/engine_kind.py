@@ -113,7 +113,6 @@ class EngineKind(ABC, Generic[Options]):
     adapter_transports: transports of adapters alone, if they aren't those of weights.
     reads_model_files: it takes the weights of a model's folder (ModelFiles).
     checkpoint_names:  it takes weights under the names of checkpoints; otherwise under those of the learner's modules.
-    joins_experts:     it then loads the experts of a layer at once; otherwise one after the other.
     seeds_by_position: its random numbers depend on the position in the text; otherwise on their order.
     batch_invariant:   it can make a request's tokens independent of those beside it, where EngineSpec asks for that.
     scores:            it can score tokens that it is sent (SamplingParams.scoring), so that its model can teach.
@@ -133,7 +132,6 @@ class EngineKind(ABC, Generic[Options]):
     adapter_transports: ClassVar[tuple[str, ...]] = ()
     reads_model_files: ClassVar[bool] = False
     checkpoint_names: ClassVar[bool] = True
-    joins_experts: ClassVar[bool] = False
     seeds_by_position: ClassVar[bool] = False
     batch_invariant: ClassVar[bool] = False
     scores: ClassVar[bool] = False
@@ -180,6 +178,12 @@ class EngineKind(ABC, Generic[Options]):
         return {}
 
     # -- what follows from the options -----------------------------------------------------------------------------
+
+    def joins_experts(self, num_gpus: int) -> bool:
+        """Whether an engine on so many GPUs that takes the names of checkpoints loads the experts of a layer at once;
+        otherwise one after the other.
+        """
+        return False
 
     @property
     def max_rows(self) -> int:

@@ -69,10 +69,11 @@ class WeightInbox:
         self._model, self._own_name = model, own_name or str
         self._group = BroadcastLink(device)
         self._checksums: dict[str, str] = {}
+        self._held: dict[str, Tensor] = {}  # the model's tensors, from the first bucket to the last
 
     def begin(self, link: GroupLink | None) -> None:
         """Begin a push: drop an unfinished one. Join its group, leave an older one."""
-        self._checksums = {}
+        self._checksums, self._held = {}, {}
         self._group.join(link)
 
     def load(self, bucket: WeightBucket) -> None:
@@ -80,8 +81,8 @@ class WeightInbox:
         names.
         """
         try:
-            held = self._model.state_dict()
-            targets = [_held_tensor(held, tensor, self._own_name(tensor.name)) for tensor in bucket.tensors]
+            self._held = self._held or self._model.state_dict()  # milliseconds each time
+            targets = [_held_tensor(self._held, tensor, self._own_name(tensor.name)) for tensor in bucket.tensors]
             with receive_tensors(bucket, self._group) as tensors:
                 applied = [
                     (announced, _applied(target, source))
@@ -95,7 +96,7 @@ class WeightInbox:
 
     def collect_checksums(self) -> dict[str, str]:
         """The checksums of all tensors since the push began."""
-        collected, self._checksums = self._checksums, {}
+        collected, self._checksums, self._held = self._checksums, {}, {}
         return collected
 
     def close(self) -> None:

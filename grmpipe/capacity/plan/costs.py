@@ -220,7 +220,7 @@ def measure_push(role: str, facts: RunFacts) -> PushSize:
         tensors = len(footprint.linear_widths) * footprint.num_layers * (2 if served.model.lora.in_engines else 1)
     elif footprint is not None:
         experts = footprint.num_expert_tensors if served.engine.checkpoint_names else 0
-        joined = experts if served.engine.joins_experts and not served.engine.quantizes else 0
+        joined = experts if served.engine.joins_experts(served.num_gpus) else 0
         tensors = footprint.num_tensors + experts - joined
     return PushSize(
         num_bytes=size,

@@ -82,6 +82,18 @@ def buckets_of_weights(served: ServedRole, footprint: Footprint, pool: PoolConfi
     return [MemoryUse(what="two buckets of weights for engines", num_bytes=2 * size)]
 
 
+def experts_on_their_way(role: ServedRole, footprint: Footprint, num_gpus: int, pool: PoolConfig) -> list[MemoryUse]:
+    """What each GPU of an engine that loads the experts of a layer at once holds of them in a push, whole, while they
+    come in several buckets: those of up and gate, and the begin of those of down.
+    """
+    engine, layer = role.engine, footprint.num_expert_parameters / footprint.num_layers * BYTES[role.dtype]
+    bucket = choose_bucket_bytes(role.sync.bucket_mb << 20, footprint.weight_bytes(role.dtype))
+    sends_experts = role.takes_weights and not role.model.lora.learns and engine.joins_experts(num_gpus)
+    if pool.resource != "gpu" or not sends_experts or layer * 2 / 3 <= bucket:
+        return []
+    return [MemoryUse(what="a layer's experts that wait for the others, in a push", num_bytes=layer)]
+
+
 def process_memory(facts: RunFacts, pool: PoolConfig) -> list[MemoryUse]:
     """What a process on cores takes without its model. In one process all roles share it: the driver's."""
     if pool.resource != "cpu" or facts.config.cluster.kind == "inprocess":
@@ -118,6 +130,7 @@ def engine_memory(
         return [*held, *list_growing_cache(role, sized, footprint, pool, at_once)]
     if (own := own_bytes(role, footprint, num_gpus, pool)) > 0:
         held.append(MemoryUse(what="activations, CUDA graphs", num_bytes=own))
+    held += experts_on_their_way(role, footprint, num_gpus, pool)
     room = kv_room(role, footprint, num_gpus, pool)
     if room is None:
         return held

@@ -17,6 +17,7 @@ from grmpipe.capacity.plan.memory import (
     SlotMemory,
     engine_weights,
     everybody,
+    experts_on_their_way,
     list_memory,
     memory_of_slots,
     one_at_a_time,
@@ -195,9 +196,12 @@ def count_held_beside(facts: RunFacts, role: str) -> float:
 
 def at_push(facts: RunFacts, role: str, memory: float) -> float:
     """The most memory for the policy's engines while a time-shared learner pushes its weights."""
-    if not facts.config.models[role].plays or role not in facts.placement.time_sharing_roles:
+    footprint, served = facts.models[role].footprint, facts.roles.served[role]
+    if footprint is None or not facts.config.models[role].plays or role not in facts.placement.time_sharing_roles:
         return memory
-    return USABLE * memory - total(use for use in list_memory(facts, "learner") if use.kind == "weights")
+    waiting = experts_on_their_way(served, footprint, served.num_gpus, facts.pool(role))
+    sent = [use for use in list_memory(facts, "learner") if use.kind == "weights"]
+    return USABLE * memory - total([*sent, *waiting])
 
 
 def with_shares(facts: RunFacts, shares: Mapping[str, float]) -> RunConfig:

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 
 from grmpipe.models.engines.engine_kind import EngineSpec
+from grmpipe.models.engines.sglang.http_client import as_json, make_headers
 from grmpipe.models.engines.sglang.sglang_adapters import make_lora_flags
 from grmpipe.models.settings import SglangConfig
 
@@ -74,7 +75,7 @@ class SglangStart:
 
 class SglangServer:
     """A server process. Blocks until it answers. Raises ValueError for flags that it doesn't know, RuntimeError
-    otherwise.
+    otherwise. started: what its start found.
 
     The key is in a file that only this user can read, deleted once it was read: a command line is visible to all.
     """
@@ -90,6 +91,7 @@ class SglangServer:
         self._thread = threading.Thread(target=self._run, args=(start,), name="sglang-log", daemon=True)
         config_file = self._folder / "key.yaml"
         config_file.write_text(f"api-key: {self.key}\n", encoding="utf-8")
+        began_s = time.monotonic()
         self._thread.start()
         self._started.wait()
         try:
@@ -97,6 +99,7 @@ class SglangServer:
                 raise ValueError(f"engine.sglang.python: {_python(start.config)!r} can't be run")
             self._end = weakref.finalize(self, _kill, self._process)  # also at exit
             self._await_health()
+            self.started = self._describe_start(time.monotonic() - began_s)
         except BaseException:
             self.close()
             if not self.log_path.exists() or not self.log_path.stat().st_size:  # the log is empty
@@ -167,6 +170,17 @@ class SglangServer:
                     pass
                 time.sleep(POLL_S)
         raise RuntimeError(f"SGLang didn't answer within {START_S:g} s of its start{self.post_mortem()}")
+
+    def _describe_start(self, took_s: float) -> str:
+        """In a line; /server_info has what the scheduler found (get_init_info in managers/scheduler.py of 0.5.23)."""
+        try:
+            headers = make_headers(self.key)
+            answer = httpx.get(f"{self.url}/server_info", headers=headers, timeout=ANSWER_S, trust_env=False)
+            tokens = as_json(answer).get("max_total_num_tokens")
+        except httpx.HTTPError:  # whatever comes next finds out why
+            tokens = None
+        room = f": keys and values of {tokens:,} tokens" if isinstance(tokens, int) else ""
+        return f"SGLang started in {took_s:.0f} s{room}"
 
     def _failure(self) -> Exception:
         """The failure; argparse names a wrong flag on its own line."""

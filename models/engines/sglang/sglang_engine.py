@@ -133,6 +133,10 @@ class SglangEngine:
         """Prompt tokens of finished requests that no prefix cache had."""
         return self._generation.num_prefilled
 
+    def describe_start(self) -> str:
+        """The seconds of the start of a server started here, its room for keys and values."""
+        return self._server.started if self._server is not None else ""
+
     def process_ids(self) -> list[int]:
         """The process id of a server started here: the head of a process group."""
         return [self._server.process_id] if self._server is not None else []

@@ -10,6 +10,7 @@ from grmpipe.models.settings import EngineConfig, ModelConfig, VllmConfig
 from grmpipe.models.types import Engine
 
 DEFAULT_MAX_LOGPROBS = 20  # vLLM's, of a request
+EXPERT_PARALLEL = "enable_expert_parallel"  # vLLM's argument
 PREFIX_CACHING = "enable_prefix_caching"  # vLLM's argument, on unless a user sets it otherwise
 
 
@@ -25,7 +26,6 @@ class VllmKind(EngineKind[VllmConfig]):
     applies_adapters = True
     max_adapter_rank = 512  # vLLM's largest max_lora_rank
     reads_model_files = True
-    joins_experts = True
 
     @classmethod
     def read_options(cls, sections: EngineConfig) -> VllmConfig:
@@ -40,6 +40,13 @@ class VllmKind(EngineKind[VllmConfig]):
         if missing := vllm_missing():
             raise ValueError(f"{role}.engine: {missing}")
         check_vllm_options(self.options)
+
+    def joins_experts(self, num_gpus: int) -> bool:
+        """Only where each GPU holds a part of every expert (expert_stacks.py): not with expert parallelism, in which
+        each holds some of them whole, nor in a type of its own.
+        """
+        divides = num_gpus > 1 and bool(self.options.options.get(EXPERT_PARALLEL, False))
+        return not divides and not self.quantizes
 
     @property
     def max_rows(self) -> int:

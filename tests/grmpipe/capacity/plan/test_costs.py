@@ -10,7 +10,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 import grmpipe.cli  # noqa: F401  registers the schema
-from grmpipe.capacity.cost import LearnerSpeed
+from grmpipe.capacity.cost import JOINED_S, TENSOR_S, LearnerSpeed, sync_time_s
 from grmpipe.capacity.plan.costs import count_push_bytes, estimate_learner, measure_push, predict_pause_s, push_s
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
@@ -107,6 +107,20 @@ def test_vllm_joins_the_experts_of_a_push() -> None:
     sized = {**facts.models, "policy": replace(facts.models["policy"], footprint=mixture)}
     push = measure_push("policy", replace(facts, models=sized))
     assert (push.joined, push.tensors) == (48 * 128 * 3, mixture.num_tensors)
+
+
+def test_with_expert_parallelism_vllm_loads_each_expert_by_itself() -> None:
+    """As `list_whole_layers` of its worker: 18,432 tensors of 1.2 ms; on one GPU it divides nothing."""
+    facts = facts_with("engine=vllm", "+engine.vllm.options.enable_expert_parallel=true")
+    mixture = footprint_of_shape(shape_of("qwen3_30b_a3b"))
+    sized = replace(facts, models={**facts.models, "policy": replace(facts.models["policy"], footprint=mixture)})
+    served = sized.roles.served
+    wide = replace(sized.roles, served={**served, "policy": replace(served["policy"], num_gpus=2)})
+    alone, divided = (measure_push("policy", one) for one in (sized, replace(sized, roles=wide)))
+    assert (alone.joined, alone.tensors) == (18_432, mixture.num_tensors)
+    assert (divided.joined, divided.tensors) == (0, mixture.num_tensors + 18_432)
+    longer_s = sync_time_s(divided, DEVICES["h100"]) - sync_time_s(alone, DEVICES["h100"])
+    assert longer_s == pytest.approx(18_432 * (TENSOR_S - JOINED_S)) > 15
 
 
 def test_moments_and_activations_on_the_host_cost_a_learner_time() -> None:

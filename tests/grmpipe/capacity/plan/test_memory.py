@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from hydra import compose, initialize_config_dir
 from learner_cases import ROOT, LearnerCase, measured, planned_gb
 
 import grmpipe.cli  # noqa: F401  registers the schema
-from grmpipe.capacity.plan.memory import list_memory, remedy
+from grmpipe.capacity.plan.memory import engine_memory, experts_on_their_way, list_memory, remedy
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
 from grmpipe.config.io.yaml_io import build
+from grmpipe.models.lm.footprint import footprint_of_shape
+from grmpipe.models.settings import ModelShape
 
 FULL: dict[str, Any] = {"activation_checkpointing": "full"}
 OFFLOADED = {**FULL, "activation_offload": True}
@@ -120,3 +123,37 @@ def test_each_memory_option_lowers_the_plan_and_is_advised_until_it_is_on(facts_
     assert sorted(found, reverse=True) == found and len(set(found)) == len(found)
     for number, text in enumerate(advised):
         assert all((option in text) == (place >= number) for place, option in enumerate(on)), text
+
+
+QWEN3_30B_A3B = ModelShape(
+    num_layers=48, hidden_size=2048, intermediate_size=6144, num_heads=32, num_kv_heads=4, head_dim=128,
+    vocab_size=151936, context_tokens=40960, num_experts=128, experts_per_token=8, moe_intermediate_size=768,
+)  # fmt: skip
+QWEN3_235B_A22B = ModelShape(
+    num_layers=94, hidden_size=4096, intermediate_size=12288, num_heads=64, num_kv_heads=4, head_dim=128,
+    vocab_size=151936, context_tokens=40960, num_experts=128, experts_per_token=8, moe_intermediate_size=1536,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "waiting_gb"),
+    [
+        (QWEN3_30B_A3B, [], 0.0),  # 0.8 GB of up and gate come in one bucket of 1 GiB
+        (QWEN3_30B_A3B, ["sync.bucket_mb=256"], 128 * 3 * 2048 * 768 * 2 / 1e9),
+        (QWEN3_235B_A22B, [], 128 * 3 * 4096 * 1536 * 2 / 1e9),
+        (QWEN3_235B_A22B, ["policy.engine=sglang"], 0.0),
+        (QWEN3_235B_A22B, ["+engine.vllm.options.enable_expert_parallel=true"], 0.0),
+        (QWEN3_235B_A22B, ["engine.vllm.quantization=fp8"], 0.0),
+    ],
+)
+def test_experts_of_a_layer_that_come_in_several_buckets_wait_on_the_engines_gpus(
+    facts_with: Any, shape: ModelShape, options: list[str], waiting_gb: float
+) -> None:
+    facts = facts_with("qwen3_8b", *options)
+    served = replace(facts.roles.served["policy"], num_gpus=8)
+    pool, footprint = facts.pool("policy"), footprint_of_shape(shape)
+    waiting = experts_on_their_way(served, footprint, 8, pool)
+    assert sum(use.num_bytes for use in waiting) / 1e9 == pytest.approx(waiting_gb)
+    uses = engine_memory(served, facts.models["policy"], footprint, 8, pool)
+    assert [use for use in uses if use in waiting] == waiting
+    assert not experts_on_their_way(replace(served, learner=None), footprint, 8, pool), "nothing is pushed to it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from grmpipe.models.engines.engine_kind import EngineSpec
 from grmpipe.models.engines.sglang.server import SglangServer, SglangStart, make_arguments, make_environment
 from grmpipe.models.settings import SglangConfig
 
-# Answers /health, shows its key in its log as SGLang does, has a child, and takes --crash, --mute and --odd.
+# Answers /health, and /server_info to who has its key; shows that key in its log as SGLang does, has a child, and takes
+# --crash, --mute and --odd.
 STAND_IN = """
 import argparse, http.server, subprocess, sys, time
 parser = argparse.ArgumentParser()
@@ -29,7 +31,8 @@ for flag in ("--crash", "--mute"):
 args, rest = parser.parse_known_args()
 if "--odd" in rest:
     parser.error("unrecognized arguments: --odd")
-print("server_args", open(args.config).read(), *rest, flush=True)
+key = open(args.config).read()
+print("server_args", key, *rest, flush=True)
 if args.crash:
     sys.exit("no kernel image is available")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -38,8 +41,11 @@ if args.mute:
     time.sleep(600)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        knows_key = self.headers["Authorization"] == "Bearer " + key.split()[-1]
         self.send_response(200)
         self.end_headers()
+        if self.path == "/server_info" and knows_key:
+            self.wfile.write(b'{"model_path": "/models/m", "max_total_num_tokens": 81920, "internal_states": [{}]}')
     def log_message(self, *args):
         pass
 http.server.HTTPServer((args.host, int(args.port)), Handler).serve_forever()
@@ -105,6 +111,7 @@ def test_a_server_answers_with_its_key_in_no_command_line_and_no_log(python: str
         assert server.key.encode() not in b" ".join(lines)
         log = server.log_path.read_text()
         assert "api-key: ***" in log and server.key not in log
+        assert re.fullmatch(r"SGLang started in \d+ s: keys and values of 81,920 tokens", server.started)
         assert [path.name for path in server.log_path.parent.iterdir()] == ["server.log"]  # the key's file is gone
         assert server.log_path.parent.stat().st_mode & 0o077 == 0
     finally:
