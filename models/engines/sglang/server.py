@@ -81,7 +81,7 @@ class SglangServer:
     """
 
     def __init__(self, start: SglangStart) -> None:
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.started, self.url = "", f"http://127.0.0.1:{_free_port()}"
         self.key = secrets.token_hex(16)
         self._folder = Path(tempfile.mkdtemp(prefix="grmpipe-sglang-"))  # 0700
         self.log_path = self._folder / "server.log"

@@ -110,7 +110,7 @@ def test_vllm_joins_the_experts_of_a_push() -> None:
 
 
 def test_with_expert_parallelism_vllm_loads_each_expert_by_itself() -> None:
-    """As `list_whole_layers` of its worker: 18,432 tensors of 1.2 ms; on one GPU it divides nothing."""
+    """As `list_whole_layers` of its worker: 18,432 tensors, 17 s; on one GPU it divides nothing."""
     facts = facts_with("engine=vllm", "+engine.vllm.options.enable_expert_parallel=true")
     mixture = footprint_of_shape(shape_of("qwen3_30b_a3b"))
     sized = replace(facts, models={**facts.models, "policy": replace(facts.models["policy"], footprint=mixture)})
@@ -120,7 +120,7 @@ def test_with_expert_parallelism_vllm_loads_each_expert_by_itself() -> None:
     assert (alone.joined, alone.tensors) == (18_432, mixture.num_tensors)
     assert (divided.joined, divided.tensors) == (0, mixture.num_tensors + 18_432)
     longer_s = sync_time_s(divided, DEVICES["h100"]) - sync_time_s(alone, DEVICES["h100"])
-    assert longer_s == pytest.approx(18_432 * (TENSOR_S - JOINED_S)) > 15
+    assert longer_s == pytest.approx(18_432 * (TENSOR_S - JOINED_S))
 
 
 def test_moments_and_activations_on_the_host_cost_a_learner_time() -> None:
