@@ -141,7 +141,9 @@ if PARTS_FILE in os.environ:
 
 def make_engine(kind: str, path: str) -> Engine:
     spec = EngineSpec(path=path, role="policy")
-    return VllmEngine(spec, VllmConfig()) if kind == "vllm" else EmbeddedEngine(spec, EmbeddedConfig())
+    if kind == "vllm":  # without its compiler, which a push doesn't need
+        return VllmEngine(spec, VllmConfig(options={"enforce_eager": True}))
+    return EmbeddedEngine(spec, EmbeddedConfig())
 
 
 async def serve(kind: str, path: str, socket: str) -> None:
@@ -275,6 +277,8 @@ class Commit:
             text=True,
         )
         self._log = folder / "log"
+
+    def wait_until_ready(self) -> None:
         self._read("ready")
 
     def push(self) -> dict[str, dict[str, float]]:
@@ -299,6 +303,8 @@ class Commit:
 def measure(kind: str, checkouts: dict[str, Path], path: str, folder: Path, pairs: int) -> dict[str, list[Any]]:
     """What each push of each side took, by turns; the first push of each touches new memory, and isn't counted."""
     sides = {side: Commit(checkout, kind, path, folder / f"{kind}_{side}") for side, checkout in checkouts.items()}
+    for commit in sides.values():
+        commit.wait_until_ready()
     pushes: dict[str, list[Any]] = {side: [] for side in sides}
     for turn in range(pairs + 1):
         for side in sides if turn % 2 else reversed(sides):
@@ -372,10 +378,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         path = f"{scratch}/model"
         save_model(path)
-        pushes = {kind: measure(kind, checkouts, path, Path(scratch), args.pairs) for kind in args.engines}
-    text = report(pushes, sys.argv[1:], args.commit, load)
+        pushes: dict[str, dict[str, list[Any]]] = {}
+        for kind in args.engines:
+            pushes[kind] = measure(kind, checkouts, path, Path(scratch), args.pairs)
+            text = report(pushes, sys.argv[1:], args.commit, load)
+            PAGE.write_text(text, encoding="utf-8")
     print(text)
-    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
