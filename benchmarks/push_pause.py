@@ -360,8 +360,9 @@ def report(pushes: dict[str, dict[str, list[Any]]], arguments: Sequence[str], co
 
 
 READING = """
-What is left of an embedded engine's pause are bytes: each is copied twice here and twice by the kernel, and hashed at both ends, which
-fewer calls can't shorten. A policy in bfloat16 has half of them. On one machine `sync.transport=auto` takes shared memory, without sockets.
+What is left of an embedded engine's pause are bytes: each is copied twice here and twice by the kernel, and hashed at
+both ends, which fewer calls can't shorten. A policy in bfloat16 has half of them. On one machine `sync.transport=auto`
+takes shared memory, without sockets.
 """
 
 
