@@ -363,6 +363,7 @@ READING = """
 What is left of an embedded engine's pause are bytes: each is copied twice here and twice by the kernel, and hashed at
 both ends, which fewer calls can't shorten. A policy in bfloat16 has half of them. On one machine `sync.transport=auto`
 takes shared memory, without sockets.
+In vLLM half is its own loader and what it packs for oneDNN: that work does not depend on how the weights came.
 """
 
 
