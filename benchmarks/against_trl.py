@@ -6,7 +6,8 @@
     python benchmarks/against_trl.py runs/against_trl_smollm2 --trl .trl/bin/python --model smollm2 --weights FILE.gguf
 
 trl_run.py is the other side and says how to make its environment. First a few steps of TRL with each setting, to choose
-the fastest; then alternating runs of both, and grmpipe's stages in sequence. Writes benchmarks/against_trl.md.
+the fastest; then alternating runs of both, and grmpipe's stages in sequence. Writes benchmarks/against_trl.md,
+up to its part by hand.
 
 `--model smollm2` compares `+experiment=smollm2` with TRL in the same way, three times by turns, and writes the section
 of SmolLM2 in that file. `make smollm2` fetches its weights. CPU seconds are those of driver, engine and learner
@@ -29,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmark_page import BY_HAND, write_page
 from in_sequence import BASELINE, STAGES, mean_s, measure
 from quickstart import busy_share_of_cores, commit_date, machine, quiet
 
@@ -562,13 +564,13 @@ def main() -> None:
             path.write_text(json.dumps(measured()), encoding="utf-8")
     if not (folder / "settings.json").exists():
         return
-    before = REPORT.read_text(encoding="utf-8") if REPORT.exists() else ""
+    before = REPORT.read_text(encoding="utf-8").partition(BY_HAND)[0] if REPORT.exists() else ""
     tiny_part, heading, smollm2_part = before.partition(SMOLLM2)
     if args.model == "tiny" and pairs(folder):
-        REPORT.write_text("\n".join([*report(folder), ""]) + ("\n" + heading + smollm2_part) * bool(heading), "utf-8")
+        write_page(REPORT, "\n".join([*report(folder), ""]) + ("\n" + heading + smollm2_part) * bool(heading))
     if args.model == "smollm2" and (both := pairs_of_smollm2(folder)):
         section = report_smollm2(both, read(folder, "settings"))
-        REPORT.write_text(tiny_part.rstrip("\n") + "\n\n" + "\n".join([*section, ""]), encoding="utf-8")
+        write_page(REPORT, tiny_part.rstrip("\n") + "\n\n" + "\n".join(section))
 
 
 if __name__ == "__main__":

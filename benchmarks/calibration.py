@@ -6,7 +6,7 @@ Labels: 2,048 scored solutions of tiny problems, for each judge. Cascade: that o
 tiny://weak_grm as its first judge. Each seed has answers of the tiny policy, to 128 problems for the labels and to 128
 others for the cascade, eight to each. The cascade judges the same answers twice: as it is, and with the first judge
 calibrated. The calibrated band is symmetric, and as wide as escalates the same share of the groups with labels.
-Finished runs are reused. Writes benchmarks/calibration.md.
+Finished runs are reused. Writes benchmarks/calibration.md, up to its part by hand.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+from benchmark_page import write_page
 
 from grmpipe.judge.calibration import compute_log_length, read_calibration
 from grmpipe.tiny.judgements import ScoredText, make_judgements
@@ -254,7 +256,7 @@ def main() -> None:
         "|---" * 12 + "|",
         *cascades,
     ]
-    (ROOT / "benchmarks" / "calibration.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_page(ROOT / "benchmarks" / "calibration.md", "\n".join(lines))
     print("\n".join(lines))
 
 

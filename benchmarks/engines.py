@@ -14,7 +14,7 @@ The ways take turns, each round in the opposite order, so that a busy machine sl
 Pause: 32 requests are in flight; a push of all weights through shared memory stops them, with their keys and values
 kept or recomputed. The pause lasts from when the last engine stops until all continue, without the probe.
 
-Writes benchmarks/engines.md.
+Writes benchmarks/engines.md, up to its part by hand.
 
 `--model DIR` instead measures the embedded engine on a real model, and vLLM beside it: tokens per CPU second with 16
 requests in flight, which ask for stories of which 64 tokens are sampled. To compare commits, run both by turns.
@@ -40,6 +40,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
+from benchmark_page import write_page
 from quickstart import ROOT
 from transformers import (
     ContinuousBatchingConfig,
@@ -467,7 +468,7 @@ def main() -> None:
         speeds = table([*ways], rounds)
         print("\n".join(speeds), flush=True)
         pauses = pause_rows(Path(directory), loop)
-    OUTPUT.write_text(report(speeds, notes, pauses, repeats), encoding="utf-8")
+    write_page(OUTPUT, report(speeds, notes, pauses, repeats))
 
 
 def report(speeds: Sequence[str], notes: Sequence[str], pauses: Sequence[str], repeats: int) -> str:

@@ -98,7 +98,8 @@ def run(config: RunConfig, task: RunTask[P], watcher: RunWatcher) -> float | Non
         raise RunFailed(f"{summary.failure}\nSee {run_dir}/run.log")
     if summary.status == "interrupted":
         failure = f" ({summary.failure})" if summary.failure else ""
-        raise RunInterrupted(f"interrupted at step {summary.steps}{failure}; {task.continued.format(run_dir=run_dir)}")
+        where = f" at step {summary.steps}" if summary.steps or task.make_run.is_policy_run else ""
+        raise RunInterrupted(f"interrupted{where}{failure}; {task.continued.format(run_dir=run_dir)}")
     if request.came and not task.is_service:  # a sweep must end too
         raise RunInterrupted(f"interrupted after the end of the run, which is complete: {run_dir}")
     return summary.objective

@@ -26,6 +26,7 @@ class TrackingConfig(Bounded):
     # [steps] Interval between tables of rollouts with their judgements in trackers; 0: none.
     table_every: int = at_least(0, 10, "0 (no tables) or more steps")
     console: bool = True  # Show progress: a line per step.
+    json_logging: bool = False  # The console's lines as JSON objects, for collectors of logs; a step's has all metrics.
     # The table of trackers. A new one is a file in grmpipe/trackers/, a row here and a test.
 
     wandb: WandbConfig = field(default_factory=WandbConfig)

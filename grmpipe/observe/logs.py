@@ -13,6 +13,7 @@ from rich.logging import RichHandler
 
 from grmpipe.config.keys.secrets import environment_secrets, mask
 from grmpipe.models.terminal_text import replace_controls
+from grmpipe.observe.json_console import JsonConsole, JsonLogHandler
 
 OURS = "grmpipe"
 REQUESTS = ("httpx", "httpx2", "httpcore")  # they log one line per request
@@ -140,7 +141,9 @@ class BriefFormatter(MaskingFormatter):
 
 
 def _console_handler(console: Console) -> logging.Handler:
-    handler = RichHandler(logging.WARNING, console, show_time=False, show_path=False, markup=False)
+    handler: logging.Handler = RichHandler(logging.WARNING, console, show_time=False, show_path=False, markup=False)
+    if isinstance(console, JsonConsole):
+        handler = JsonLogHandler(logging.WARNING, console)
     handler.setFormatter(BriefFormatter("%(message)s"))
     handler.addFilter(lambda record: not record.__dict__.get("file_only"))  # the console shows these anyway
     return handler

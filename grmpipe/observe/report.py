@@ -15,10 +15,12 @@ from grmpipe.models.terminal_text import replace_controls
 from grmpipe.observe.charts import Chart, Series, chart, short
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.run_files import NEVER_ENDED, RunFiles, read_run
+from grmpipe.observe.summary import ServingSummary
 
 log = logging.getLogger(__name__)
 
 REPORT = "report.html"
+STEPLESS = ("serve", "score", "play")  # tasks without steps or figures
 TEXT_CHARS = 6_000  # in one text
 ALARMS = ("alarm/hacking", "alarm/fooled", "alarm/canary_drift", "alarm/cascade")
 REST = "learns, engines busy"
@@ -97,7 +99,7 @@ def render(run: RunFiles) -> str:
     environment.filters |= {"readable": replace_controls, "shown": show_text, "short": short, "percent": percent}
     environment.filters["failures"] = describe_failures
     template = environment.get_template("report.html.jinja")
-    return template.render(run=run, never_ended=NEVER_ENDED, **make_sections(run))
+    return template.render(run=run, never_ended=NEVER_ENDED, stepless=STEPLESS, **make_sections(run))
 
 
 def make_sections(run: RunFiles) -> dict[str, object]:
@@ -171,7 +173,10 @@ def present(*charts: Chart | None) -> list[Chart]:
 
 
 def tiles(run: RunFiles) -> Iterator[Tile]:
-    yield Tile(name="steps", value=str(run.steps))
+    if run.task not in STEPLESS:
+        yield Tile(name="steps", value=str(run.steps))
+    elif run.task == "serve":
+        yield from serving_tiles(run.serving)
     if run.wall_s is not None:
         yield Tile(name="wall time", value=duration(run.wall_s))
     for name, value in run.eval_final.items() or run.eval_initial.items():
@@ -196,6 +201,18 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile(name="failed verdicts", value=f"{failed:,}")
     if oldest := run.series("staleness/max"):
         yield Tile(name="staleness, at most", value=short(max(age for _, age in oldest)))
+
+
+def serving_tiles(serving: ServingSummary) -> Iterator[Tile]:
+    """What a service answered since its last start."""
+    yield Tile(name="calls", value=f"{serving.calls:,}")
+    yield Tile(name="responses", value=f"{serving.responses:,}")
+    if serving.from_cache:
+        yield Tile(name="calls answered from the cache", value=f"{serving.from_cache:,}")
+    for name, seconds in serving.seconds.items():
+        yield Tile(name=f"seconds of a call, {name}", value=short(seconds))
+    if serving.imputed:
+        yield Tile(name="responses that got the mean of their group", value=f"{sum(serving.imputed.values()):,}")
 
 
 def is_end_of_interval(name: str, metrics: Mapping[str, float]) -> bool:

@@ -41,7 +41,14 @@ from grmpipe.observe.recorder import (
 )
 from grmpipe.observe.records import TEXT
 from grmpipe.observe.spending import describe_spending
-from grmpipe.observe.summary import CascadeSummary, GroupsSummary, JudgeSummary, JudgingSummary, with_requests
+from grmpipe.observe.summary import (
+    CascadeSummary,
+    GroupsSummary,
+    JudgeSummary,
+    JudgingSummary,
+    ServingSummary,
+    with_requests,
+)
 from grmpipe.types import Failed, JudgeReport, Metrics, Prompt, RewardSpan, Rollout, Turn, Verdict
 
 LOADER = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
@@ -103,6 +110,7 @@ class RunFiles:
     """The files of a run. metrics: one mapping per line, in the order of the file, with its `step`."""
 
     name: str
+    task: str
     run_id: str
     status: str
     failure: str | None
@@ -118,6 +126,7 @@ class RunFiles:
     busy_s: Metrics
     judge: JudgeKind
     judging: JudgingSummary
+    serving: ServingSummary  # of a service
     spent: str  # at endpoints, in words
     groups: Mapping[str, int]  # trained, in flight, dropped by cause
     figures: str  # for task=evaluate
@@ -141,8 +150,10 @@ def read_run(run_dir: Path) -> RunFiles:
     evaluations, seen = part(summary, "eval"), evaluations_in(metrics)
     secrets = environment_secrets()
     config = config_text(read_bytes(run_dir / "config.yaml"), secrets)
+    values = read_values(config)
     return RunFiles(
         name=find_title(run_dir, config),
+        task=values.get("task", ""),
         run_id=str(read_object(run_dir / "run.json").get("run_id", "")),
         status=str(summary.get("status", NEVER_ENDED)),
         failure=mask_text(summary.get("failure"), secrets),
@@ -156,12 +167,13 @@ def read_run(run_dir: Path) -> RunFiles:
         eval_initial=find_numbers(part(evaluations, "initial")) if summary else (*seen, {})[0],
         eval_final=find_numbers(part(evaluations, "final")) or ({}, *seen[1:])[-1],
         busy_s=find_numbers(part(summary, "busy_s")),
-        judge=find_judge(read_values(config)),
+        judge=find_judge(values),
         judging=(
             read_as(JudgingSummary, summary["judging"])
             if "judging" in summary
             else with_requests(summarise_judging(metrics), read_totals(run_dir))
         ),
+        serving=read_as(ServingSummary, summary.get("serving")),
         spent=describe_spent(summary, metrics),
         groups=count_groups(summary, metrics),
         figures=to_text(read_bytes(run_dir / FIGURES)),

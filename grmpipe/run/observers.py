@@ -19,6 +19,7 @@ from grmpipe.observe.budget_gate import PAID_ANSWERS, BudgetGate, PaidAnswers
 from grmpipe.observe.console import ONE_JUDGE, ONE_REWARD, SEVERAL_JUDGES, ConsoleSink, describe_run_signal
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import decode_what_can_be
+from grmpipe.observe.json_console import JsonConsole, JsonConsoleSink
 from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.progress import Progress
@@ -136,9 +137,11 @@ class Observers:
         """
         one = ONE_REWARD if config.main_judge.in_words.score == "reward" else ONE_JUDGE
         shown = SEVERAL_JUDGES if len(config.judging.judges) > 1 else one
-        console = (
-            ConsoleSink(config.train.num_steps, shown=shown, shows_steps=gauges) if config.tracking.console else None
-        )
+        console = None
+        if config.tracking.json_logging:
+            console = JsonConsoleSink(config.train.num_steps, JsonConsole(), shown)
+        elif config.tracking.console:
+            console = ConsoleSink(config.train.num_steps, shown=shown, shows_steps=gauges)
         libraries = [row.library for row in config.tracking.chosen.values() if row.library]
         setup_logging(run_dir, console.console if console else None, libraries)
         run_id, compact, guard = read_run_id(run_dir), config.journals.compact, Guard()

@@ -11,6 +11,7 @@ POST /<trainer>/<name>   as that trainer asks a reward model (wires/)
 
 import base64
 import binascii
+import difflib
 import hmac
 import logging
 import math
@@ -24,6 +25,7 @@ from aiohttp.typedefs import Handler, Middleware
 from grmpipe.config.keys.entry_names import REWARD
 from grmpipe.config.keys.user_code import format_value
 from grmpipe.config.task_settings import ServeConfig
+from grmpipe.data.prompts import FIELDS as PROMPT_FIELDS
 from grmpipe.data.rows import Row, parse_call
 from grmpipe.models.types import BudgetSpent
 from grmpipe.observe.plain_json import json_bytes
@@ -41,6 +43,8 @@ from grmpipe.types import Verdict
 log = logging.getLogger(__name__)
 
 WINDOW = 256  # latest responses, for the health
+FIELDS = (*PROMPT_FIELDS, "response", "responses", "step")  # of a row; anything else is a column
+MOST_MISSPELT = 100  # that are logged, whoever asks
 
 Reload = Callable[[str, str], Awaitable[int]]  # name of a judge, path -> the new version
 # Takes a row of task=score, the name of a judge or composition, and a priority (the lowest goes first).
@@ -74,6 +78,7 @@ class JudgeService:
         self._recent = deque[bool](maxlen=WINDOW)  # whether each of the latest responses failed
         self._admission = Admission(serve.max_in_flight)
         self._said_degraded = False
+        self._said_misspelt = set[str]()
         self._judged, self._failed = 0, Counter[str]()
         self._requests, self._seconds = Counter[int](), 0.0
         held = HeldGroups(serve, judges, self.judge, lambda: self.is_degraded, call_log.imputations)
@@ -157,10 +162,21 @@ class JudgeService:
 
     async def _judge_row(self, request: web.Request) -> web.StreamResponse:
         row = parse_call(await request.read(), "prompt or messages, and responses")
+        warnings = self._warn_of_misspelt(row)
         judged = await self.judge(row, request.match_info.get("judge", REWARD), read_client(request))
         # Not json.dumps: a judge's text may hold half of a character.
-        body = json_bytes({"verdicts": [describe(one) for one in judged]}, strict=True)
-        return web.Response(body=body, content_type="application/json")
+        answer = {"verdicts": [describe(one) for one in judged]} | ({"warnings": warnings} if warnings else {})
+        return web.Response(body=json_bytes(answer, strict=True), content_type="application/json")
+
+    def _warn_of_misspelt(self, row: Row) -> list[str]:
+        """What is said, in the answer and once in the log, of columns that look like misspelt fields. As in servers of
+        OpenAI's interface an unknown field is no error: reward functions and templates read columns of any name.
+        """
+        found = dict(find_misspelt(row))
+        for name in found.keys() - self._said_misspelt if len(self._said_misspelt) < MOST_MISSPELT else ():
+            self._said_misspelt.add(name)
+            log.warning("a request's %s", found[name])
+        return list(found.values())
 
     async def _reload_judge(self, request: web.Request) -> web.StreamResponse:
         row = parse_call(await request.read(), "path")
@@ -191,6 +207,13 @@ class JudgeService:
             *(list_prometheus_lines(self._spending.figures) if self._spending is not None else ()),
         ]  # fmt: skip
         return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+
+
+def find_misspelt(row: Row) -> Iterator[tuple[str, str]]:
+    """(column, what it may stand for, in words) of columns that are named almost like a field which the row lacks."""
+    for name in row.keys() - set(FIELDS):
+        if near := difflib.get_close_matches(name, set(FIELDS) - row.keys(), n=1, cutoff=0.8):
+            yield name, f"field {format_value(name)} is taken as a column; is it {near[0]}?"
 
 
 def describe(one: JudgedSibling) -> Mapping[str, object]:

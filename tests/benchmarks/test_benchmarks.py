@@ -18,6 +18,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # a benchmark imports its neighbours like a script
 
 import against_commit  # noqa: E402
+import benchmark_page  # noqa: E402
 import in_sequence  # noqa: E402
 import quickstart  # noqa: E402
 
@@ -28,6 +29,17 @@ from grmpipe.pipeline.interfaces import FlowConfig, PipelineComponents, Pipeline
 from grmpipe.scheduler.events import NoEvents  # noqa: E402
 from grmpipe.scheduler.weights.weight_sync import SyncReport  # noqa: E402
 from grmpipe.types import JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict  # noqa: E402
+
+
+def test_a_command_keeps_what_stands_on_its_page_by_hand(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    benchmark_page.write_page(page, "# Old\n")
+    assert page.read_text() == "# Old\n"
+    page.write_text(f"# Old\n\n{benchmark_page.BY_HAND}\n\n## Why\n")
+    for _ in range(2):
+        benchmark_page.write_page(page, "# New\n\n")
+    assert page.read_text() == f"# New\n\n{benchmark_page.BY_HAND}\n\n## Why\n"
+
 
 PROCESS = quickstart.Process(
     checked_s=4.0, ready_s=10.0, ended_s=100.0, busy_share=0.02, commit_date="2026-01-01 00:00",

@@ -14,6 +14,7 @@ from forks import Forked
 
 from grmpipe import cli as entry
 from grmpipe.config.run_config import RunConfig
+from grmpipe.observe.summary import Summary
 from grmpipe.run.doctor.doctor import cuda_mismatch, doctor, driver_version, format_package
 from grmpipe.run.errors import RunFailed, RunInterrupted
 from grmpipe.tiny.resolve import SHIPPED
@@ -93,6 +94,28 @@ def test_an_interrupt_ends_the_whole_sweep_at_once(
 
     assert swept(monkeypatch, tmp_path, "train.group_size=8,4", interrupted) == (130, [8])
     assert "sweep: 1 runs, 1 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("serve", "^interrupted; type the same command with resume=auto$"),
+        ("train", "^interrupted at step 0; continue with resume=auto run_dir="),
+    ],
+)
+def test_only_a_task_with_steps_is_interrupted_at_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, task: str, words: str
+) -> None:
+    async def end(*_: object) -> Summary:
+        return Summary(status="interrupted", steps=0, versions={})
+
+    monkeypatch.setattr("grmpipe.tasks.run_in_directory", end)
+    config = entry.compose(
+        "quickstart",
+        [f"task={task}", "judge=rule", "cluster=inprocess", "tracking=none", f"run_dir={tmp_path / 'run'}"],
+    )
+    with pytest.raises(RunInterrupted, match=words):
+        entry.run_task(config)
 
 
 def test_an_error_that_is_no_users_has_its_line_in_the_table_and_its_traceback(

@@ -124,7 +124,11 @@ class ServingRun(ScoringRun):
         await runner.setup()
         await web.SockSite(runner, listening).start()
         host, port = runner.addresses[0][:2]
-        print(f"grmpipe: http://{host}:{port}/v1/judge judges; Ctrl-C ends it", flush=True)
+        ready = f"http://{host}:{port}/v1/judge judges; Ctrl-C ends it"
+        if self._config.tracking.json_logging:
+            self._observers.note(ready)
+        else:
+            print(f"grmpipe: {ready}", flush=True)
 
     async def _reload(self, judge: str, path: str) -> int:
         """The version of the judges once the model of one is that of another path. Raises ValueError, and Refused."""

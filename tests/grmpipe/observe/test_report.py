@@ -24,6 +24,7 @@ from grmpipe.observe.summary import (
     GroupsSummary,
     JudgeSummary,
     JudgingSummary,
+    ServingSummary,
     Summary,
 )
 from grmpipe.types import Failed, Judgement, JudgeReport, Prompt, RewardSpan, Rollout, Turn, Verdict
@@ -198,6 +199,24 @@ def test_a_run_shows_its_ends_its_bottleneck_its_alarms_and_its_failures_by_caus
     ):  # fmt: skip
         assert told in text, told
     assert (tmp_path / REPORT).read_text().count('class="band"') == 2, "the alarm is marked beside score and truth"
+
+
+def test_the_page_of_a_service_says_what_it_answered_and_nothing_of_steps(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("task: serve\n", encoding="utf-8")
+    summary(
+        steps=0,
+        serving=ServingSummary(
+            calls=1200, responses=9600, from_cache=3, seconds={"p50": 0.25, "p99": 2.5}, imputed={"timeout": 2}
+        ),
+    ).write(tmp_path / "summary.json")
+    text = text_of(tmp_path)
+    for told in (
+        "calls 1,200", "responses 9,600", "calls answered from the cache 3", "seconds of a call, p50 0.25",
+        "seconds of a call, p99 2.5", "responses that got the mean of their group 2", "Rollouts and judgements",
+    ):  # fmt: skip
+        assert told in text, told
+    for untrue in ("Learning", "Wait times", "No step has", "steps 0"):
+        assert untrue not in text, untrue
 
 
 JUDGES = {  # judge, its title on the page, what its number is called

@@ -109,6 +109,28 @@ def test_a_bad_request_is_answered_by_its_field(body: object, status: int, words
     asyncio.run(check())
 
 
+def test_a_misspelt_field_is_a_column_and_the_answer_and_the_log_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    seen = []
+
+    async def judge(row: Row, name: str, priority: int) -> Sequence[JudgedSibling]:
+        seen.append(row)
+        return await judge_by_length(row)
+
+    async def check() -> None:
+        async with serving(judge) as session:
+            asked = ROW | {"refernce": "42", "prompt_id": "p", "prompt_ids": [1], "difficulty": "hard"}
+            for _ in range(2):
+                status, answer = await post(session, asked)
+                assert status == 200 and len(answer["verdicts"]) == 2 and seen[-1]["refernce"] == "42"
+                assert answer["warnings"] == ["field 'refernce' is taken as a column; is it reference?"]
+            assert "warnings" not in (await post(session, ROW | {"reference": "42", "references": ["42"]}))[1]
+
+    asyncio.run(check())
+    assert [one.getMessage() for one in caplog.records if "taken as a column" in one.getMessage()] == [
+        "a request's field 'refernce' is taken as a column; is it reference?"
+    ], "once for each name"
+
+
 def test_what_is_in_flight_is_bounded_and_freed() -> None:
     async def check() -> None:
         going_on = asyncio.Event()
