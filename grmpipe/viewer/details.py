@@ -13,9 +13,9 @@ from grmpipe.observe.journal import UNREADABLE, decode_line
 from grmpipe.observe.records import TEXT, THINNED, decode, decode_report, decode_rollout
 from grmpipe.observe.run_files import Critique, ShownMessage, ShownTurn, get_score, show_message, show_turns
 from grmpipe.types import Failed, FailedJudgement, Judgement, JudgeReport, Prompt, Rollout, Turn, Verdict
-from grmpipe.viewer.index import LABELLED, place_of_key
+from grmpipe.viewer.index import place_of_key
 from grmpipe.viewer.journal_lines import FailedLine, ItemLine
-from grmpipe.viewer.queries import RolloutRow
+from grmpipe.viewer.queries import LABELLED, RolloutRow
 
 T = TypeVar("T")
 

@@ -33,6 +33,7 @@ from grmpipe.viewer.journal_lines import (
     TrainedLine,
     read_line,
 )
+from grmpipe.viewer.queries import LABELLED
 
 FORMAT = "7"  # the index's; one of another format is made again
 # What a line refers to was written before it. So the sizes are taken from the end of this list to its beginning.
@@ -187,7 +188,6 @@ MOST_DETAIL = 300  # characters of what is said of a failed judgement
 # A journal's place is its number in the keys.
 WITH_TEXT = (ROLLOUTS, JUDGEMENTS, EVAL_ROLLOUTS, EVAL_JUDGEMENTS, JUDGED)
 HELD_OUT = (EVAL_ROLLOUTS, EVAL_JUDGEMENTS)
-LABELLED = "labelled work"  # an evaluation of the judge: no name of prompts has a space
 KEY = ("evaluation", "round", "group_id", "sibling")
 W = TypeVar("W", RolloutLine, ReportLine)
 

@@ -29,8 +29,7 @@ from grmpipe.viewer.annotate_pages import (
 )
 from grmpipe.viewer.details import Sibling, read_siblings
 from grmpipe.viewer.figures import Means
-from grmpipe.viewer.index import LABELLED
-from grmpipe.viewer.queries import COLUMN_SORTS, SORTS, Filter
+from grmpipe.viewer.queries import COLUMN_SORTS, LABELLED, SORTS, Filter
 from grmpipe.viewer.runs import ViewedRun, ViewedState, config_differences
 
 MAX_CHARS = 200_000  # in one text; what is longer loses its middle

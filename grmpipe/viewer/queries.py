@@ -12,6 +12,7 @@ from urllib.parse import urlencode
 PAGE_ROWS = 50
 COUNTED = 1000  # more are not counted
 LARGEST = 2**40  # whole number that is asked for
+LABELLED = "labelled work"  # an evaluation of the judge: no name of prompts has a space
 HIGH = 0.5  # from this reward on, or this truth, an answer counts as good
 # Value of `truth` -> condition; {of}: the table that has the judge's reward.
 AGREEMENTS = {
@@ -109,6 +110,10 @@ class RolloutRow:
     @property
     def place(self) -> tuple[str, int, str, int]:
         return self.evaluation, self.round, self.group_id, self.sibling
+
+    @property
+    def truth_name(self) -> str:
+        return "label" if self.evaluation == LABELLED else "truth"
 
     @property
     def link(self) -> str:

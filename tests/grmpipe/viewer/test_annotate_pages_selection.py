@@ -12,7 +12,8 @@ import pytest
 from viewed_run import judge_labelled_work, write_run
 
 from grmpipe.viewer.annotate_pages import GROWS_WITH, Selected, select_answers
-from grmpipe.viewer.index import LABELLED, RunIndex
+from grmpipe.viewer.index import RunIndex
+from grmpipe.viewer.queries import LABELLED
 
 NUM = 3000
 

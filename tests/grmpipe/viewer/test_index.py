@@ -26,8 +26,8 @@ from grmpipe.viewer.figures import (
     run_figures,
     truth_by_reward,
 )
-from grmpipe.viewer.index import LABELLED, IndexProgress, RunIndex
-from grmpipe.viewer.queries import Filter, RolloutRow, find_rollouts
+from grmpipe.viewer.index import IndexProgress, RunIndex
+from grmpipe.viewer.queries import LABELLED, Filter, RolloutRow, find_rollouts
 
 PROMPT = Prompt(prompt_id="p9", messages=(Message(role="user", content="More?"),))
 

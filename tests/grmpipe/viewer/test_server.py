@@ -153,10 +153,10 @@ def test_a_run_that_evaluates_a_judge_shows_where_it_was_wrong_and_what_it_said(
     assert f'href="{asked.replace("&", "&amp;")}"' in page
     assert "2 rollouts, page 1 of 1" in visible(table)
     first, second = visible(item).split("i1/1")
-    assert "evaluation labelled work: wrong" in first and "after step" not in first
-    assert "score 3 reward – spread – truth 1" in first and "a labelled response It is 42" in first
+    assert "evaluation labelled work: the judge: wrong" in first and "after step" not in first
+    assert "score 3 reward – spread – label 1" in first and "a labelled response It is 42" in first
     assert "judge: 3 Too short" in first and "judge: 8 Convincing" in second
-    assert "score 8 reward – spread – truth 0" in second and SCRIPT not in item
+    assert "score 8 reward – spread – label 0" in second and SCRIPT not in item
     assert "no verdict: timeout" in visible(failed) and "failed: timeout 120 s" in visible(failed)
     assert "judge Step by step" in visible(failed), "a score per step is none of the response"
 
