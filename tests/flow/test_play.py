@@ -13,6 +13,7 @@ from grmpipe.config.run_config import ConfigError
 from grmpipe.envs.env import Action, Episode, Observation, Opening, PolicyFault
 from grmpipe.models.types import Message
 from grmpipe.run.errors import RunFailed
+from grmpipe.workflows.policy import Policy, Task
 
 PLAY = ("task=play", "judge=env", "env=custom", f"env.target={__name__}.Adder", "rollout.max_turns=4")
 
@@ -72,6 +73,26 @@ def test_what_a_script_lacks_cuts_the_episode_as_a_limit_of_the_policy_does(
     assert files.lines("rollouts")[0]["reason"] == "tokens"
     small_run(*PLAY, write_script(tmp_path / "long.jsonl", "4 " * 40), "rollout.max_new_tokens=8", run_dir="long")
     assert "cut after 1 turn, by the tokens of a turn (rollout.max_new_tokens)\n" in capsys.readouterr().out
+
+
+async def greet_twice(task: Task, policy: Policy) -> dict[str, float]:
+    first = await policy.chat(task.messages)
+    second = await policy.chat([*task.messages, first, {"role": "user", "content": "And now?"}])
+    return {"length": float(len(second.content))}
+
+
+def test_a_script_plays_a_workflow_under_a_thinking_budget_with_a_turn_for_each_request(
+    small_run: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = small_run(
+        "task=play", "env=workflow", f"env.target={__name__}.greet_twice", "judge=env",
+        "rollout.thinking_budget_tokens=2", write_script(tmp_path / "turns.jsonl", "1 2 3 4 5 6", "seven"),
+    )  # fmt: skip
+    (rollout,) = files.lines("rollouts")
+    assert [turn["text"] for turn in rollout["turns"]] == ["1 2 3 4 5 6", "seven"]
+    shown = capsys.readouterr().out
+    assert "And now?" in shown and "-- the episode ended after 2 turns" in shown
+    assert files.summary["eval"]["final"]["reward"] == 5.0
 
 
 def test_a_person_types_turns_and_the_end_of_the_input_ends_the_episode(

@@ -79,6 +79,8 @@ def prepare_play(config: RunConfig) -> PreparedPlay:
     episode_s = UNHURRIED_S if by == BY_PERSON else config.env.episode_s
     # One attempt: a fault of the environment is to be seen, not played over.
     config = replace(config, env=replace(config.env, attempts=1, episode_s=episode_s))
+    if by != BY_POLICY:  # its turns are sampled by two requests, and who writes would be asked twice
+        config = replace(config, rollout=replace(config.rollout, thinking_budget_tokens=0))
     prepared = find_judges(config, [prompt], samples_policy=by == BY_POLICY)
     check_fit(prepared, Data(train=(prompt,), held_out=()))
     return PreparedPlay(prepared=prepared, prompt=prompt, script=script)
