@@ -190,6 +190,7 @@ def write_gauges(gauges: Sequence[Gauge], metrics: Metrics) -> list[str]:
 
 
 SAMPLES_SHOWN = 3
+VIEWED = {"rollouts.jsonl", "eval_rollouts.jsonl", "judged.jsonl"}  # of a run that the viewer has more of
 PANEL_COLUMNS = 96  # longer lines are hard to read
 
 
@@ -237,11 +238,13 @@ class ConsoleSink(Tracker):
         self._print(*(sample_panel(row, self._width, self._shown.sample) for row in rows[:SAMPLES_SHOWN]))
 
     def print_files(self, run_dir: Path, files: Mapping[str, str]) -> None:
-        """`files`: name -> its content."""
+        """`files`: name -> its content. The last line says what shows them."""
         grid = Table.grid(padding=(0, 2))
         for name, holds in files.items():
             grid.add_row(Text(name, style="bold"), Text(holds, style="dim"))
         self._print(Text(str(run_dir), style="bold cyan"), grid)
+        if VIEWED & files.keys():
+            self._print(Text(f"to look into it: task=view run_dir={run_dir}", style="bold cyan"))
 
     def _print(self, *parts: RenderableType) -> None:
         with self._guard.watch("console"):

@@ -196,6 +196,13 @@ def test_text_of_a_model_can_not_be_markup_or_an_escape_sequence() -> None:
     assert "\x1b" not in text_of(console)
 
 
+def test_the_last_line_of_a_run_says_how_to_look_into_its_answers() -> None:
+    for name, says in (("judged.jsonl", True), ("run.log", False)):
+        console = recorded(terminal=False)
+        ConsoleSink(num_steps=2, console=console).print_files(Path("runs/x"), {name: "..", "report.html": ".."})
+        assert (text_of(console).splitlines()[-1] == "to look into it: task=view run_dir=runs/x") == says
+
+
 def test_the_files_of_a_run_are_listed_under_their_directory() -> None:
     console = recorded(terminal=False)
     directory = Path("runs") / ("long" * 40)

@@ -131,7 +131,34 @@ def test_packed_arrays_line_up() -> None:
     assert batch.sampler_logprobs_E.tolist() == [0, -1, -1, 0, -1]
     assert batch.advantages_E.tolist() == [0, 0.5, 0.5, 0, 0.5]
     assert batch.versions_E.tolist() == [7, 7, 7, 8, 8]
-    assert batch.loss_mask_E.dtype == np.float32 and batch.token_ids_T.dtype == np.int64
+
+
+def test_arrays_are_sent_in_the_types_that_the_learner_reads() -> None:
+    """Whatever engines and teachers gave: numbers of 8 bytes would double what is sent and kept."""
+    scores = TokenScores(logprobs_N=np.zeros(2), top_ids_NK=np.zeros((2, 1), np.int16), top_logprobs_NK=np.zeros((2, 1)))
+    one = replace(sample(0, 2), teacher=scores, experts_TLK=np.zeros((2, 1, 1), np.int64))
+    batch = pack([one, replace(sample(1, 2), teacher=scores)])
+    teacher = batch.teacher
+    assert teacher is not None and teacher.top_ids_EK is not None and teacher.top_logprobs_EK is not None
+    for kind, arrays in {
+        np.int64: (
+            batch.token_ids_T, batch.position_ids_T, batch.sample_lengths_S, batch.parents_S, batch.prefix_lengths_S,
+            batch.places_E, batch.rollout_lengths_R, teacher.top_ids_EK,
+        ),
+        np.int32: (batch.versions_E,),
+        np.int16: (batch.experts_TLK,),
+        np.float32: (
+            batch.loss_mask_E, batch.sampler_logprobs_E, batch.advantages_E, teacher.taught_E, teacher.logprobs_E,
+            teacher.top_logprobs_EK,
+        ),
+    }.items():  # fmt: skip
+        assert [array.dtype for array in arrays if array is not None] == [kind] * len(arrays)
+
+
+def test_a_sample_without_experts_beside_one_with_experts_is_routed_anew() -> None:
+    experts_TLK = pack([replace(sample(0, 2), experts_TLK=np.full((2, 3, 2), 5)), sample(1, 3)]).experts_TLK
+    assert experts_TLK is not None and experts_TLK.shape == (5, 3, 2)
+    assert (experts_TLK[:2] == 5).all() and (experts_TLK[2:] == -1).all()
 
 
 def test_first_token_is_not_trained_or_counted() -> None:
