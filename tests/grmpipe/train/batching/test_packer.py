@@ -135,7 +135,8 @@ def test_packed_arrays_line_up() -> None:
 
 def test_arrays_are_sent_in_the_types_that_the_learner_reads() -> None:
     """Whatever engines and teachers gave: numbers of 8 bytes would double what is sent and kept."""
-    scores = TokenScores(logprobs_N=np.zeros(2), top_ids_NK=np.zeros((2, 1), np.int16), top_logprobs_NK=np.zeros((2, 1)))
+    likely_NK = np.zeros((2, 1))
+    scores = TokenScores(logprobs_N=np.zeros(2), top_ids_NK=likely_NK.astype(np.int16), top_logprobs_NK=likely_NK)
     one = replace(sample(0, 2), teacher=scores, experts_TLK=np.zeros((2, 1, 1), np.int64))
     batch = pack([one, replace(sample(1, 2), teacher=scores)])
     teacher = batch.teacher
