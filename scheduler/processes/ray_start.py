@@ -19,6 +19,7 @@ from grmpipe.scheduler.placement import ClusterConfig, NodeCapacity
 from grmpipe.scheduler.processes.fork_server import worker_command
 from grmpipe.scheduler.processes.process_signals import block_signals, kill_with_children, rearm_handlers
 
+NO_START = "Ray didn't start on this machine; if it is slow or busy, try again, or type cluster=inprocess"
 ANSWER_S = 3.0  # for a machine of the cluster to accept a connection; Ray itself waits for half a minute
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -65,15 +66,19 @@ def init_ray(config: ClusterConfig) -> None:
             return
         if (command := worker_command()) is not None:  # idle workers that Ray starts ahead would not have it
             os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-        with block_signals():
-            ray.init(
-                address="local",
-                runtime_env={"py_executable": command} if command is not None else None,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=config.object_store_mb << 20,
-            )
+        try:
+            with block_signals():
+                ray.init(
+                    address="local",
+                    runtime_env={"py_executable": command} if command is not None else None,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    object_store_memory=config.object_store_mb << 20,
+                )
+        except Exception as error:
+            error.add_note(NO_START)
+            raise
         node = ray._private.worker._global_node
         assert node is not None, "it has just been started"
         for servers in node.all_processes.values():

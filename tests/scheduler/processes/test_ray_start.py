@@ -17,6 +17,7 @@ from grmpipe.scheduler.processes.ray_start import (
     select_env_vars,
     without_allocator,
 )
+from grmpipe.scheduler.run_together import describe_failure
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,6 +31,19 @@ def test_dead_address_is_reported_at_once() -> None:
     with pytest.raises(ValueError, match=rf"^cluster\.address: nothing listens at {address} .*cluster\.address=null"):
         init_ray(ClusterConfig(address=address))
     assert time.monotonic() - began_s < 20
+
+
+def test_a_ray_that_does_not_start_here_says_what_to_type_beside_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", time_out)
+    with pytest.raises(Exception, match="timed out") as raised:
+        init_ray(ClusterConfig())
+    assert describe_failure(raised.value).splitlines() == [
+        "Ray didn't start on this machine; if it is slow or busy, try again, or type cluster=inprocess",
+        "Exception: The current node timed out during startup.",
+    ]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:99999", "a..b:6379"])
