@@ -86,7 +86,8 @@ def test_a_script_plays_a_workflow_under_a_thinking_budget_with_a_turn_for_each_
 ) -> None:
     files = small_run(
         "task=play", "env=workflow", f"env.target={__name__}.greet_twice", "judge=env",
-        "rollout.thinking_budget_tokens=2", write_script(tmp_path / "turns.jsonl", "1 2 3 4 5 6", "seven"),
+        "rollout.max_turns=3", "rollout.thinking_budget_tokens=2",
+        write_script(tmp_path / "turns.jsonl", "1 2 3 4 5 6", "seven"),
     )  # fmt: skip
     (rollout,) = files.lines("rollouts")
     assert [turn["text"] for turn in rollout["turns"]] == ["1 2 3 4 5 6", "seven"]
