@@ -21,9 +21,9 @@ class JsonConsole(RunConsole):
         super().__init__(file=file, force_terminal=False, highlight=False)
 
     def print(self, *objects: object, **options: object) -> None:  # type: ignore[override]
-        with self.capture() as printed:
-            super().print(*objects, **options)  # type: ignore[arg-type]
-        if text := printed.get().strip():
+        self.begin_capture()
+        super().print(*objects, **options)  # type: ignore[arg-type]
+        if text := self.end_capture().strip():
             self.tell(text, type="note")
 
     def tell(self, message: str, level: str = "INFO", **fields: object) -> None:

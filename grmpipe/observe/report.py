@@ -176,7 +176,7 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
     if run.task not in STEPLESS:
         yield Tile(name="steps", value=str(run.steps))
     elif run.task == "serve":
-        yield from serving_tiles(run.serving)
+        yield from describe_serving(run.serving)
     if run.wall_s is not None:
         yield Tile(name="wall time", value=duration(run.wall_s))
     for name, value in run.eval_final.items() or run.eval_initial.items():
@@ -203,7 +203,7 @@ def tiles(run: RunFiles) -> Iterator[Tile]:
         yield Tile(name="staleness, at most", value=short(max(age for _, age in oldest)))
 
 
-def serving_tiles(serving: ServingSummary) -> Iterator[Tile]:
+def describe_serving(serving: ServingSummary) -> Iterator[Tile]:
     """What a service answered since its last start."""
     yield Tile(name="calls", value=f"{serving.calls:,}")
     yield Tile(name="responses", value=f"{serving.responses:,}")
