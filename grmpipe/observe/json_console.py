@@ -24,9 +24,9 @@ class JsonConsole(RunConsole):
         self.begin_capture()
         super().print(*objects, **options)  # type: ignore[arg-type]
         if text := self.end_capture().strip():
-            self.tell(text, type="note")
+            self.tell(text, {"type": "note"})
 
-    def tell(self, message: str, level: str = "INFO", **fields: object) -> None:
+    def tell(self, message: str, fields: Mapping[str, object], level: str = "INFO") -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         line = json_bytes({"timestamp": now, "level": level, "message": message, **fields}, strict=True)
         super().print(Text(line.decode(errors="replace")), soft_wrap=True)
@@ -39,30 +39,31 @@ class JsonConsoleSink(ConsoleSink):
 
     def log(self, step: int, metrics: Metrics) -> None:
         lines = "\n".join(step_lines(step, self._num_steps, metrics, self._shown)) or f"step {step}"
-        self._tell(lines, type="step", step=step, **metrics)
+        self._tell(lines, {"type": "step", "step": step, **metrics})
 
     def note(self, text: str) -> None:
-        self._tell(text, type="note")
+        self._tell(text, {"type": "note"})
 
     def alarm(self, text: str) -> None:
-        self._tell(text, "WARNING", type="alarm")
+        self._tell(text, {"type": "alarm"}, "WARNING")
 
     def remark(self, about: str, text: str, style: str = "") -> None:
-        self._tell(text, type=about.replace(" ", "_"))
+        self._tell(text, {"type": about.replace(" ", "_")})
 
     def print_samples(self, rows: Sequence[SampleRow]) -> None:
         """None: a text of many lines is no log line."""
 
     def print_files(self, run_dir: Path, files: Mapping[str, str]) -> None:
-        self._tell(f"files are in {run_dir}", type="files", run_dir=str(run_dir), files=list(files))
+        self._tell(f"files are in {run_dir}", {"type": "files", "run_dir": str(run_dir), "files": list(files)})
 
     def end(self, status: str, failure: str | None) -> None:
-        level = "ERROR" if status == "failed" else "INFO"
-        self._tell(f"{status}: {failure}" if failure else status, level, type="end", status=status, failure=failure)
+        words = f"{status}: {failure}" if failure else status
+        fields = {"type": "end", "status": status, "failure": failure}
+        self._tell(words, fields, "ERROR" if status == "failed" else "INFO")
 
-    def _tell(self, message: str, level: str = "INFO", **fields: object) -> None:
+    def _tell(self, message: str, fields: Mapping[str, object], level: str = "INFO") -> None:
         with self._guard.watch("console"):
-            self.console.tell(message, level, **fields)
+            self.console.tell(message, fields, level)
 
 
 class JsonLogHandler(logging.Handler):
@@ -73,4 +74,4 @@ class JsonLogHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.tell(self.format(record), record.levelname, type="log", logger=record.name)
+        self._console.tell(self.format(record), {"type": "log", "logger": record.name}, record.levelname)
