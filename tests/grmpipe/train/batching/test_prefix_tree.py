@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -168,8 +169,13 @@ def whole_entries(batch: MicroBatch, samples: tuple[TrainingSample, ...]) -> dic
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_rollout_that_must_stay_whole_is_never_cut(make_episodes, shared: bool, world_size: int) -> None:
     samples = make_episodes(4)
-    for max_tokens in (5, 30, 60, 1000):
-        rounds = pack_rounds(samples, max_tokens, world_size, shared, whole_rollouts=True)
+    for max_tokens, streams in itertools.product((5, 30, 60, 1000), (False, True)):
+        packer = Packer(max_tokens, world_size, shared, whole_rollouts=True)
+        rounds = (
+            packer.add(samples) + packer.flush()
+            if streams
+            else pack_rounds(samples, max_tokens, world_size, shared, whole_rollouts=True)
+        )
         found: dict[tuple[str, int], list[float]] = {}
         for round_ in rounds:
             for packed, batch in zip(round_.samples, round_.micro_batches, strict=True):
