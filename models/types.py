@@ -306,7 +306,7 @@ class WeightTensor:
     """
 
     name: str
-    dtype: str  # "float32", "bfloat16", "float16"
+    dtype: str  # "float32", "bfloat16", "float16"; "uint8": packed bytes
     shape: tuple[int, ...]
     checksum: str
 
@@ -393,6 +393,7 @@ class TransportKind:
                    rank 0 sends to all.
     folder:        a folder that learner and engines can open.
     inline:        the bucket holds the bytes: best if learner and engines share a process.
+    delta:         its bytes go over a network or a shared folder, so that sending only changes (sync.delta) saves time.
     """
 
     name: str
@@ -405,6 +406,7 @@ class TransportKind:
     every_rank: bool = False
     folder: bool = False
     inline: bool = False
+    delta: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,6 +415,19 @@ class WeightBucket:
 
     tensors: tuple[WeightTensor, ...]
     payload: Payload
+
+
+class WeightDelta(Payload, msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A bucket for an engine that keeps the bytes of the last push (sync.delta).
+
+    index:  the bucket's place in a push.
+    base:   the identity of the bytes that the changes apply to; empty: these are all bytes.
+    packed: carries them, as one tensor of uint8, by any transport.
+    """
+
+    index: int
+    base: str
+    packed: WeightBucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,7 @@ WAITS = {
     "models/engines/sglang/sglang_weights.py::SglangWeights._load_file": DISK,
     "models/engines/sglang/sglang_weights.py::SglangWeights.commit": "the timeout of its link, for the sender's store",
     "models/engines/vllm/process.py::VllmProcess.ready": CALL,
+    "models/engines/vllm/vllm_push.py::VllmPushes.load": DISK,
     "models/engines/vllm/vllm_generation.py::VllmGeneration._answer": "the commit of a push, or an abort; the caller's",
     "scheduler/clock.py::ActiveClock.sleep_until": "the pause that holds the clock, each by its own limit",
     "scheduler/clock.py::PauseGate.wait_until_free": "the holder of the gate, each by its own limit",

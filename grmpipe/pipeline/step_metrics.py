@@ -43,6 +43,7 @@ def step_metrics(
         "sync/push_s": report.sync.seconds,
         "sync/pause_s": report.sync.pause_seconds,
         "sync/bytes": float(report.sync.num_bytes),
+        "sync/weight_bytes": float(report.sync.weight_bytes),
         "sync/probe_error_nats": report.sync.probe_error,
         "groups/in_flight": float(ledger.in_flight),
         **{f"groups/dropped_{cause}": float(count) for cause, count in ledger.dropped.items()},

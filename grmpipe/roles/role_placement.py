@@ -178,6 +178,9 @@ def resolve_transport(role: ServedRole, config: RunConfig, placement: Placement,
     wanted = find_wanted_transport(name)
     others = [] if wanted is None else [wanted]
     taken = list_supported(role.engine, *others, adapters=role.model.lora.in_engines)
+    if config.sync.delta:
+        check_delta(role, wanted)
+        taken = tuple(kind for kind in taken if kind.delta)
     assert role.learner is not None, f"{role.name} doesn't learn"
     learner, engines = placement.seats[role.learner], placement.seats[role.model.host]
     ranks, served = ([(seat.pool, slot) for seat in seats for slot in seat.slots] for seats in (learner, engines))
@@ -196,6 +199,28 @@ def resolve_transport(role: ServedRole, config: RunConfig, placement: Placement,
         chosen = choose_transport(None, role.model.engine, [kind for kind in taken if kind.group != "nccl"], path)
         log.warning("weights can't be sent by nccl but by %s: %s", chosen.name, differ)
     return chosen.name if wanted is None else name
+
+
+def check_delta(role: ServedRole, wanted: TransportKind | None) -> None:
+    """Check that pushes of only what changed can be had, and save something. Raises ValueError."""
+    able = ", ".join(kind.name for kind in list_supported(role.engine) if kind.delta)
+    if role.model.lora.learns:
+        raise ValueError(f"sync.delta: adapters of {role.key} are small, and sent whole; type sync.delta=false")
+    if role.dtype == "float32":
+        raise ValueError(
+            f"sync.delta: in float32 nearly every weight changes in each step; type {role.dtype_key}=bfloat16, or "
+            "sync.delta=false"
+        )
+    if role.engine.joined:
+        raise ValueError(
+            f"sync.delta: {role.option_key('urls')} are servers of their own, beside which no copy of the last push is "
+            "kept; type sync.delta=false"
+        )
+    if wanted is not None and not wanted.delta:
+        raise ValueError(
+            f"sync.delta: {wanted.name} is as fast with all bytes; type sync.transport=auto or one of {able}, or "
+            "sync.delta=false"
+        )
 
 
 def different_nccl(engine: AnyEngine) -> str:

@@ -17,7 +17,9 @@ TRANSPORTS: dict[str, TransportKind] = {
             same_machine=True,
             needs="needs learner and engines on one machine",
         ),
-        TransportKind(name="disk", sender="grmpipe.models.weights.safetensors_files.SafetensorsFiles", folder=True),
+        TransportKind(
+            name="disk", sender="grmpipe.models.weights.safetensors_files.SafetensorsFiles", folder=True, delta=True
+        ),
         TransportKind(
             name="gloo",
             sender="grmpipe.models.weights.broadcast.GlooBroadcasts",
@@ -41,7 +43,9 @@ TRANSPORTS: dict[str, TransportKind] = {
             every_rank=True,
             needs="needs every engine on the GPU of a learner rank, in another process",
         ),
-        TransportKind(name="object_store", sender="grmpipe.models.weights.object_store.ObjectStore", inline=True),
+        TransportKind(
+            name="object_store", sender="grmpipe.models.weights.object_store.ObjectStore", inline=True, delta=True
+        ),
     )
 }
 

@@ -27,6 +27,7 @@ from grmpipe.models.types import (
     EngineDied,
     GroupLink,
     WeightBucket,
+    WeightDelta,
     WeightPush,
     WeightReceipt,
     WeightTensor,
@@ -52,6 +53,10 @@ class SyncConfig(Bounded):
     transport: str = "auto"
     # Weights sent at once; at most two such buckets are held. 0: by the size of the model.
     bucket_mb: int = at_least(0, 0, "0 (by the model's size) or more")
+    # Send 16-bit weights as what changed in them since the last push, a few percent of the bytes at the usual rates of
+    # RL, by a transport over a network or a shared folder (object_store, disk). The learner and each engine keep a copy
+    # of the weights in host memory.
+    delta: bool = False
     # Limit of a push, besides the time for its bytes (at 100 MB/s) and for a new process group.
     deadline_s: float = above(0, 60.0)
     # [nats] Largest median difference of log-probs over the likelier half of the probe; null: 0.001 if float32 is sent,
@@ -108,6 +113,15 @@ class BroadcastSource(WeightSource, Protocol):
         ...
 
 
+@runtime_checkable
+class DeltaSource(WeightSource, Protocol):
+    """A sender that can send what changed since the last push."""
+
+    async def send_changes(self, wanted: bool) -> None:
+        """Whether the buckets of this push hold what changed in them, or all their bytes."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
     """A successful push. `probe_error`: the largest over all engines, in nats (see the function `probe_error`)."""
@@ -115,8 +129,9 @@ class SyncReport:
     version: int
     seconds: float
     pause_seconds: float
-    num_bytes: int  # in the buckets sent to at least one engine; each counts once
+    num_bytes: int  # sent in the buckets for at least one engine; each counts once
     probe_error: float
+    weight_bytes: int = 0  # of the weights in them: more than were sent if only changes were
     transport: str = "object_store"
 
 
@@ -147,11 +162,13 @@ class Push:
     probe_ids: Sequence[int]
     config: SyncConfig
     have_fixed: frozenset[str]  # engines that have the buckets that never change
+    all_have_last: bool = False  # all engines have the last push, and the sender's last buckets are those
     last_error: float | None = None  # probe error of the last push
     sent: dict[str, dict[str, str]] = field(init=False)
     waiting: list[tuple[str, str]] = field(default_factory=list)  # (who, what) of work in progress
     dtypes: set[str] = field(default_factory=set)
-    num_bytes: int = 0
+    num_bytes: int = 0  # sent
+    weight_bytes: int = 0
     allowed_s: float = field(init=False)
     _limit: asyncio.Timeout | None = None
 
@@ -214,6 +231,7 @@ class Push:
             seconds=clock() - started_s,
             pause_seconds=resumed_s - paused_s,
             num_bytes=self.num_bytes,
+            weight_bytes=self.weight_bytes,
             probe_error=probe_error,
             transport=transport,
         )
@@ -237,8 +255,9 @@ class Push:
         buckets = await self.step(LEARNER, "to list its tensors", source.list_tensors())
         first, _ = await self._first_bucket()
         tensors = [tensor for bucket in buckets[first:] for tensor in bucket]
-        self._count(tensors)
-        self.allow(self.num_bytes / MIN_BYTES_PER_S)
+        size = self._count(tensors)
+        self.num_bytes += size
+        self.allow(size / MIN_BYTES_PER_S)
         push = WeightPush(version=self.version, link=link, headers=encode_headers(buckets[first:]))
         work: dict[str, Coroutine[object, object, WeightReceipt | None]] = {}
         for place, (name, engine) in enumerate(self.engines.items()):
@@ -270,6 +289,8 @@ class Push:
 
     async def _stream(self) -> None:
         """All engines load a bucket while the learner makes the next one: at most two are held."""
+        if self.config.delta and isinstance(self.source, DeltaSource):
+            await self.step(LEARNER, "to choose what it sends", self.source.send_changes(self.all_have_last))
         number = await self.step(LEARNER, "to count its buckets", self.source.num_buckets())
         first, num_fixed = await self._first_bucket()
         # Where unsharding and sending cost alike, one after the other took 1.4 to 1.5 times as long.
@@ -294,15 +315,17 @@ class Push:
         for name in takers:
             self.sent[name] |= checksums
         size = self._count(bucket.tensors)
+        delta = bucket.payload if isinstance(bucket.payload, WeightDelta) else None
+        self.num_bytes += size if delta is None else sum(map(num_bytes, delta.packed.tensors))
         self.allow(size * len(takers) / MIN_BYTES_PER_S)  # copies to engines share the learner's links
         what = f"to load bucket {index} ({describe_span(bucket)})"
         return {name: self.step(name, what, self.engines[name].load_bucket(bucket)) for name in takers}
 
     def _count(self, tensors: Sequence[WeightTensor]) -> int:
-        """Count tensors that are sent. Returns their bytes."""
+        """Count the tensors of a bucket. Returns their bytes."""
         size = sum(map(num_bytes, tensors))
         self.dtypes |= {tensor.dtype for tensor in tensors}
-        self.num_bytes += size
+        self.weight_bytes += size
         return size
 
     async def _probe(self, expected: Sequence[float]) -> float:
@@ -334,7 +357,7 @@ def _give(engine: Engine, push: WeightPush) -> Awaitable[WeightReceipt]:
 # -- what proves a push: receipts against what was sent, log-probs against the learner's -------------------------------
 
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 LAYERS_SHOWN = 4
 PROBE_FLOOR = 0.05  # in nats: an error below it may grow by any factor
 NOISE_FACTOR = 10.0  # by which an error above it may grow from push to push

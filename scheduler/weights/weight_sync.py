@@ -69,6 +69,7 @@ class WeightSync:
         self._members: list[Engine] = []  # the group's
         self._link: GroupLink | None = None
         self._probe_error: float | None = None  # the last push's
+        self._sent: int | None = None  # the version that the source sent last, to any engine; None: not to the end
 
     async def push(self, engines: Engines, version: int) -> SyncReport:
         """Bring all engines, and those that wait to catch up, to `version`. `engines` is read after earlier pushes have
@@ -153,10 +154,14 @@ class WeightSync:
 
     def _begin(self, engines: Mapping[str, Engine], version: int) -> Push:
         """What engines have is forgotten until the push succeeds."""
-        had = {name: self._versions.pop(name, (None, 0))[0] for name in engines}
+        had = {name: self._versions.pop(name, (None, 0)) for name in engines}
         # The same engine, not only its name: a replacement has no bucket at all.
-        have_fixed = frozenset(name for name, engine in engines.items() if had[name] is engine)
-        return Push(self._source, engines, version, self._probe_ids, self._config, have_fixed, self._probe_error)
+        have_fixed = frozenset(name for name, engine in engines.items() if had[name][0] is engine)
+        all_have_last = all(had[name] == (engine, self._sent) for name, engine in engines.items())
+        self._sent = None
+        return Push(
+            self._source, engines, version, self._probe_ids, self._config, have_fixed, all_have_last, self._probe_error
+        )
 
     async def _run(self, push: Push) -> SyncReport:
         """A push within a hold."""
@@ -164,7 +169,7 @@ class WeightSync:
         self._link = None  # a group in which a push failed is never used again
         report = await push.run(link, self._ranks_per_engine, self._transport)
         self._link, self._members = link, list(push.engines.values())
-        self._probe_error = report.probe_error
+        self._probe_error, self._sent = report.probe_error, push.version
         for name, engine in push.engines.items():
             self._versions[name] = (engine, push.version)
         return report

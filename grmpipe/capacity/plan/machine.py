@@ -26,14 +26,16 @@ from grmpipe.scheduler.host_memory import read_memory_bytes
 DRIVER_BYTES = 0.4 * GB
 RAY_BYTES = 0.5 * GB  # its servers, and the process that others are forked from
 CORES = "driver and Ray"
+LAST_PUSHES = "copies of the last push"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineMemory:
     """Bytes of this machine, and of a run's processes on it.
 
-    certain: in weights, gradients and moments. uses: what one process of each role on cores takes.
-    by_role: sums over all processes of each role, though some may alternate; the driver and Ray have an entry.
+    certain: in weights, gradients and moments, and in copies of the last push. uses: what one process of each role on
+    cores takes. by_role: sums over all processes of each role, though some may alternate; the driver and Ray have an
+    entry, and those copies.
     """
 
     limit: float
@@ -41,6 +43,7 @@ class MachineMemory:
     certain: float
     uses: Mapping[str, list[MemoryUse]]
     by_role: Mapping[str, float]
+    last_pushes: float = 0.0
 
     @property
     def sums(self) -> str:
@@ -48,22 +51,37 @@ class MachineMemory:
 
 
 def measure_machine(facts: RunFacts, uses: Mapping[str, list[MemoryUse]]) -> MachineMemory | None:
-    """The memory of the processes on cores. None if there are none, or if they run elsewhere: on a joined cluster, or
-    on a machine that has what this one lacks.
+    """The memory of the processes on cores, and of what others keep on the host. None if there are none, or if they run
+    elsewhere: on a joined cluster, or on a machine that has what this one lacks.
     """
     config, placement = facts.config, facts.placement
     on_cores = {role: held for role, held in uses.items() if facts.pool(role).resource == "cpu"}
-    if config.cluster.is_joined or not on_cores or not has_slots(facts):
+    last_pushes = sum(list_last_pushes(facts).values())
+    if config.cluster.is_joined or not (on_cores or last_pushes) or not has_slots(facts):
         return None
     ray = 0.0 if config.cluster.kind == "inprocess" else RAY_BYTES + (config.cluster.object_store_mb << 20)
     by_role = {role: total(held) * len(placement.seats[role]) for role, held in on_cores.items()}
     return MachineMemory(
         limit=read_memory_bytes(),
-        held=_hold_at_once(facts, on_cores) + DRIVER_BYTES + ray,
-        certain=_hold_at_once(facts, {role: list_certain(held) for role, held in on_cores.items()}),
+        held=_hold_at_once(facts, on_cores) + last_pushes + DRIVER_BYTES + ray,
+        certain=_hold_at_once(facts, {role: list_certain(held) for role, held in on_cores.items()}) + last_pushes,
         uses=on_cores,
-        by_role={**by_role, CORES if ray else "driver": DRIVER_BYTES + ray},
+        by_role={**by_role, LAST_PUSHES: last_pushes, CORES if ray else "driver": DRIVER_BYTES + ray},
+        last_pushes=last_pushes,
     )
+
+
+def list_last_pushes(facts: RunFacts) -> dict[str, float]:
+    """Bytes of the copies of the last push (sync.delta) in host memory, on all machines together, by the role whose
+    processes hold them: the first rank of a learner, and each engine.
+    """
+    copies: dict[str, float] = {}
+    for role in facts.roles.seated if facts.config.sync.delta else ():
+        footprint = facts.models[role.name].footprint if role.learner is not None else None
+        if footprint is not None and role.learner is not None:
+            one = footprint.weight_bytes(role.dtype)
+            copies |= {role.learner: one, role.name: one * facts.describe_seats(role.name).replicas}
+    return copies
 
 
 def describe_run_memory(config: RunConfig) -> str:
@@ -111,20 +129,22 @@ def explain_refusal(machine: MachineMemory, facts: RunFacts) -> str:
     seats = facts.placement.seats
     certain = {role: total(list_certain(held)) * len(seats[role]) for role, held in machine.uses.items()}
     each = ", ".join(f"{role} {size(held)}" for role, held in certain.items() if held)
+    has = f"this machine has {size(machine.limit)} of memory, and the run holds {size(machine.certain)} in"
+    if machine.certain - machine.last_pushes <= machine.limit:
+        return f"{has} weights and optimizer and {LAST_PUSHES} ({size(machine.last_pushes)}); type sync.delta=false"
     most = max(certain, key=certain.__getitem__)
-    return (
-        f"this machine has {size(machine.limit)} of memory, and the run holds {size(machine.certain)} in weights and "
-        f"optimizer alone ({each}); {most} takes most: {'; '.join(shrink_weights(most, facts))}"
-    )
+    return f"{has} weights and optimizer alone ({each}); {most} takes most: {'; '.join(shrink_weights(most, facts))}"
 
 
 def describe_shortage(machine: MachineMemory, facts: RunFacts) -> list[str]:
     """A warning if the run may not fit: what takes most, and what makes it smaller."""
     if machine.held <= machine.limit:
         return []
+    need = f"this machine has {size(machine.limit)} of memory, and the run may need {size(machine.held)}"
+    if machine.held - machine.last_pushes <= machine.limit:
+        return [f"{need} ({machine.sums}); type sync.delta=false"]
     most = max(machine.uses, key=machine.by_role.__getitem__)
     held = machine.uses[most]
-    need = f"this machine has {size(machine.limit)} of memory, and the run may need {size(machine.held)}"
     if not held:
         return [f"{need} ({machine.sums})"]
     largest = max(held, key=lambda use: use.num_bytes)

@@ -6,7 +6,7 @@ from grmpipe.capacity.cost import ENGINE_SPREAD, LEARNER_SPREAD, Costs, LearnerS
 from grmpipe.capacity.lower_bound import DRIVER, LEARNER, RoleWork, StepWork, busiest_slot_s, busy_s, chain_s, learner_s
 from grmpipe.capacity.notes import device_notes, hyperparameter_notes
 from grmpipe.capacity.plan.costs import CostUnknown, estimate_costs
-from grmpipe.capacity.plan.machine import describe_shortage, explain_refusal, measure_machine
+from grmpipe.capacity.plan.machine import describe_shortage, explain_refusal, list_last_pushes, measure_machine
 from grmpipe.capacity.plan.memory import column_width, list_memory, memory, overfull_slots, size, slot_memory
 from grmpipe.capacity.plan.memory_check import compute_shares, with_shares
 from grmpipe.capacity.plan.run_facts import RunFacts, collect_facts
@@ -72,6 +72,9 @@ def plan(config: RunConfig) -> Plan:
     machine = measure_machine(facts, uses)
     if machine is not None:
         blocks[-1] += f"\nthis machine: {size(machine.held)} of {size(machine.limit)} ({machine.sums})"
+    if copies := list_last_pushes(facts):
+        by_role = ", ".join(f"{role} {size(held)}" for role, held in copies.items())
+        blocks[-1] += f"\nhost memory, copies of the last push for sync.delta: {by_role}"
     blocks.append(arithmetic(facts))
     expected = expect_requests(facts)
     blocks += format_block(f"endpoints, over the run ({NOT_COUNTED})", [one.text for one in expected])

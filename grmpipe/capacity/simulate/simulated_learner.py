@@ -230,7 +230,7 @@ class SimulatedRanks(SimulatedProcess):
                     return [0] * self._num_ranks
                 case "list_uncompiled":
                     return [""] * self._num_ranks
-                case "expect" | "discard" | "close" | "sender.connect":
+                case "expect" | "discard" | "close" | "sender.connect" | "sender.send_changes":
                     return [None] * self._num_ranks
         raise NotImplementedError(f"a simulated learner doesn't {method}")
 

@@ -126,6 +126,7 @@ ELSEWHERE = {
         "policy.lora.target_modules": "lora_target_modules target_modules",
         "policy.chat_template_kwargs": "apply_chat_template_kwargs",
         "sync.transport": "update_weight_transport weight_broadcast.type",
+        "sync.delta": "update_weight_mode",
     }.items()
     for theirs in names.split()
 }

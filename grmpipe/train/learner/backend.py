@@ -24,6 +24,9 @@ class SendsWeights(Protocol):
     def connect(self, link: GroupLink | None) -> None:
         """Join the engines' group as its sender, or leave it."""
 
+    def send_changes(self, wanted: bool) -> None:
+        """Post what changed in a bucket since it was posted last, or all bytes of it. Only with sync.delta."""
+
     def bucket(self, index: int) -> WeightBucket | None:
         """Gather a bucket and post it: a collective. None on a rank that doesn't send."""
         ...

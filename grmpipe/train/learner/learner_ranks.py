@@ -128,6 +128,9 @@ class LearnerRanks(Ranks):
     async def num_fixed_buckets(self) -> int:
         return cast(int, await self._actors.call(0, "sender.num_fixed_buckets"))
 
+    async def send_changes(self, wanted: bool) -> None:
+        await self._actors.call(0, "sender.send_changes", wanted)
+
     async def bucket(self, index: int) -> WeightBucket:
         """A bucket, unsharded by all ranks and posted by those that send. At most two are alive: this one and the
         last.

@@ -13,6 +13,7 @@ class LearnerSpec:
     temperature: the rollouts'. The sampler's log-probs are after temperature, so the learner's must be too.
     transport: how weights leave the learner, a name in TRANSPORTS or the dotted path of a user's own.
     sync_dir: folder for a transport that needs one; every engine must be able to read it.
+    delta: whether pushes are of what changed since the last one, where engines have it.
     checkpoint_names: whether weights are sent under the names in the model's checkpoints instead of the module's names.
     first_version: version of the first batch that it trains on; earlier ones train only the critic.
     lora: adapters that are trained instead of the model's weights; adapter_dir: where they are exported.
@@ -29,6 +30,7 @@ class LearnerSpec:
     checkpoint_names: bool = False
     transport: str = "object_store"
     sync_dir: str = ""
+    delta: bool = False
     temperature: float = 1.0
     first_version: int = 0
     master_dtype: str = "float32"

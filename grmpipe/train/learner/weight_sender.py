@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.lm.lora import list_outgoing
 from grmpipe.models.types import GroupLink, WeightBucket, WeightTensor
-from grmpipe.models.weights.transport_ends import open_transport
+from grmpipe.models.weights.delta import DeltaSender
+from grmpipe.models.weights.transport_ends import WeightTransport, open_transport
 from grmpipe.models.weights.transports import transport_kind
 from grmpipe.models.weights.weight_stream import WeightStream
 from grmpipe.train.learner.learner_spec import LearnerSpec
@@ -57,7 +58,7 @@ class WeightSender:
         names = CheckpointNames.of(model.config) if spec.checkpoint_names else None
         self._stream = WeightStream(model, spec.sync_dtype, spec.bucket_bytes, sent, names)
         sends = rank == 0 or transport_kind(spec.transport).every_rank
-        self._transport = open_transport(spec.transport, spec.sync_dtype, device, spec.sync_dir) if sends else None
+        self._transport = _open(spec, device) if sends else None
         self._delivery = Delivery()
         self._dtype = spec.sync_dtype
 
@@ -73,6 +74,11 @@ class WeightSender:
         assert self._transport is not None, "rank 0 sends"
         self._delivery.drop()  # of a push that failed
         self._transport.connect(link)
+
+    def send_changes(self, wanted: bool) -> None:
+        """From now on post what changed in a bucket since it was posted last, or all bytes of it."""
+        assert isinstance(self._transport, DeltaSender), "sync.delta"
+        self._transport.is_whole = not wanted
 
     def bucket(self, index: int) -> WeightBucket | None:
         """Unshard one bucket of the weights and post it. None on a rank that doesn't send."""
@@ -124,3 +130,9 @@ class WeightSender:
         self._delivery.close()
         if self._transport is not None:
             self._transport.close()
+
+
+def _open(spec: LearnerSpec, device: torch.device) -> WeightTransport:
+    if spec.delta:
+        return DeltaSender(spec.transport, spec.sync_dtype, spec.sync_dir)
+    return open_transport(spec.transport, spec.sync_dtype, device, spec.sync_dir)

@@ -35,6 +35,7 @@ from grmpipe.models.types import (
     WeightReceipt,
     ignore_first_token,
 )
+from grmpipe.models.weights.delta import DeltaReceiver
 from grmpipe.models.weights.receive_tensors import WeightInbox
 
 T = TypeVar("T")
@@ -152,6 +153,7 @@ class EmbeddedWorker:
         self._inboxes = {
             name: WeightInbox(self._model, self._model.device, own_name) for name, own_name in names.items()
         }
+        self._deltas = DeltaReceiver()
         self._offloaded_weights = OffloadedMemory()
         self._tickets: dict[str, EmbeddedRequest] = {}
         self._tickets_by_row: dict[Row, EmbeddedRequest] = {}
@@ -269,7 +271,7 @@ class EmbeddedWorker:
         if isinstance(bucket.payload, ModelFiles):
             self._read(bucket.payload.path)
         else:
-            self._inboxes[model].load(bucket)
+            self._inboxes[model].load(self._deltas.restore(bucket))
         self._batch.weights_changed(model)
         if model not in self._adapters:
             self._decoder.weights_changed()

@@ -25,6 +25,7 @@ from grmpipe.models.lm.causal_lm import outline_causal_lm
 from grmpipe.models.lm.checkpoint_names import CheckpointNames
 from grmpipe.models.types import Broadcast, EngineRefused, GroupLink, SafetensorsFile, WeightBucket, WeightReceipt
 from grmpipe.models.weights.broadcast import read_checksums
+from grmpipe.models.weights.delta import DeltaReceiver
 from grmpipe.models.weights.receive_tensors import compute_checksums, receive_tensors
 from grmpipe.models.weights.transport_ends import num_bytes
 from grmpipe.models.weights.weight_files import folders_of_shared_memory, hold_folder
@@ -52,6 +53,7 @@ class SglangWeights:
         self._link: GroupLink | None = None
         self._open = self._stuck = False
         self._checksums: dict[str, str] = {}
+        self._deltas = DeltaReceiver()
 
     async def begin(self, link: GroupLink | None) -> None:
         """Raises ConnectionError if the group doesn't form, EngineDied if an old group still blocks the server: its
@@ -200,7 +202,7 @@ class SglangWeights:
                 "set disk, gloo or nccl"
             )
         with hold_folder(_place_for(bucket), "sglang") as folder:
-            checksums = await asyncio.to_thread(_fill, folder, bucket, held)
+            checksums = await asyncio.to_thread(lambda: _fill(folder, self._deltas.restore(bucket), held))
             body = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
             try:
                 await self._http.post("/update_weights_from_disk", body)

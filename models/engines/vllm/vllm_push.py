@@ -5,6 +5,7 @@ load:   update_weights, one call per bucket
 commit: finish, or install an adapter, and collect the workers' reports
 """
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,6 +13,7 @@ from dataclasses import asdict
 from grmpipe.models.engines.vllm.process import VllmProcess
 from grmpipe.models.engines.vllm.vllm_weights import as_plain, decode_errors, find_unapplied
 from grmpipe.models.types import GroupLink, WeightBucket, WeightReceipt
+from grmpipe.models.weights.delta import DeltaReceiver
 from grmpipe.models.weights.weight_files import SharedArena
 
 
@@ -24,6 +26,7 @@ class VllmPushes:
         self.is_open = False
         self._process, self._adapter = process, adapter
         self._arena = SharedArena()  # for bytes that come within a bucket
+        self._deltas = DeltaReceiver()
 
     async def begin(self, link: GroupLink | None) -> None:
         if self._adapter:
@@ -44,7 +47,7 @@ class VllmPushes:
         if not self.is_open:
             raise RuntimeError("begin_weights comes before load_bucket")
         with self._worker_drops_what_fails():
-            plain = as_plain(bucket, self._arena)
+            plain = as_plain(await asyncio.to_thread(self._deltas.restore, bucket), self._arena)
             if self._adapter:
                 await self._process.ask_workers("receive_adapter", self._adapter, plain)
                 return

@@ -6,6 +6,7 @@ import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,3 +189,35 @@ def test_an_engine_over_several_gpus_gets_weights_from_the_ranks_on_all_of_them(
              "grm": {"pool": "judging"}}  # fmt: skip
     config = yaml_io.build_config({"placement": {"pools": pools, "roles": roles}, "policy": {"engine": "vllm"}})
     assert chosen(config) == transport
+
+
+def with_delta(config: RunConfig, dtype: str = "bfloat16", rank: int = 0, **engine: object) -> RunConfig:
+    policy = replace(config.models["policy"], dtype=dtype, lora=LoraConfig(rank=rank), **engine)
+    return replace(config, models={**config.models, "policy": policy}, sync=replace(config.sync, delta=True))
+
+
+def test_changes_go_by_a_transport_whose_bytes_cost_something() -> None:
+    for engine, transport in (("embedded", "object_store"), ("vllm", "disk"), ("sglang", "disk")):
+        assert chosen(with_delta(config_of("pools apart", "gpu", engine))) == transport
+    assert chosen(with_delta(config_of("pools apart", "cpu", "vllm", "object_store"))) == "object_store"
+
+
+@pytest.mark.parametrize(
+    ("changes", "transport", "words"),
+    [
+        ({}, "nccl", "nccl is as fast with all bytes; type sync.transport=auto or one of disk, object_store, or"),
+        ({"dtype": "float32"}, "auto", "in float32 nearly every weight changes .*; type policy.dtype=bfloat16, or"),
+        ({"rank": 4}, "auto", "adapters of policy are small, and sent whole; type"),
+        (
+            {"engine": "sglang", "engine_options": {"urls": ["http://10.0.0.2:30000"]}}, "auto",
+            "policy.engine_options.urls are servers of their own, .* no copy of the last push is kept; type",
+        ),
+    ],
+    ids=["transport", "dtype", "adapters", "joined"],
+)  # fmt: skip
+def test_where_changes_save_nothing_they_are_refused_by_key(
+    changes: dict[str, Any], transport: str, words: str
+) -> None:
+    config = config_of("pools apart", "gpu", "vllm", transport)
+    with pytest.raises(ValueError, match=rf"^sync\.delta: {words} sync\.delta=false$"):
+        chosen(with_delta(config, **changes))

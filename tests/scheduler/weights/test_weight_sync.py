@@ -22,6 +22,7 @@ from grmpipe.models.types import (
     RequestContext,
     SamplingParams,
     WeightBucket,
+    WeightDelta,
     WeightReceipt,
     WeightTensor,
 )
@@ -135,6 +136,25 @@ class Heavy(Broadcaster):
 
     def tensors(self) -> tuple[tuple[WeightTensor, ...], ...]:
         return tuple(tuple(replace(tensor, shape=(10**10,)) for tensor in bucket) for bucket in super().tensors())
+
+
+class Differing(Source):
+    """Its buckets take five packed bytes each if they hold what changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted: list[bool] = []
+
+    async def send_changes(self, wanted: bool) -> None:
+        assert self.hold.locked()
+        self.wanted.append(wanted)
+
+    async def bucket(self, index: int) -> WeightBucket:
+        whole = await super().bucket(index)
+        size = 5 if self.wanted[-1] else NUM_BYTES // 3
+        packed = WeightTensor(name=f"bucket {index}", dtype="uint8", shape=(size,), checksum="")
+        inner = WeightBucket(tensors=(packed,), payload=InlineBytes(data=()))
+        return replace(whole, payload=WeightDelta(index=index, base="", packed=inner))
 
 
 class Faulty(SimulatedEngine):
@@ -685,5 +705,37 @@ def test_tensors_that_never_change_are_sent_again_after_a_failed_push_and_to_a_n
         assert (await sync.push(lambda: named(engine), 2)).num_bytes == NUM_BYTES
         assert (await sync.push(lambda: named(engine), 3)).num_bytes == NUM_BYTES // 3
         assert (await sync.push(lambda: named(Faulty()), 4)).num_bytes == NUM_BYTES
+
+    asyncio.run(scenario())
+
+
+def test_changes_are_sent_only_where_every_engine_has_the_last_push() -> None:
+    async def scenario() -> None:
+        source, engine, late = Differing(), Faulty(), Faulty()
+        sync = WeightSync(source, PROBE, SyncConfig(delta=True))
+        first = await sync.push(lambda: named(engine), 1)
+        second = await sync.push(lambda: named(engine), 2)
+        assert source.wanted == [False, True]
+        assert (first.num_bytes, first.weight_bytes) == (NUM_BYTES, NUM_BYTES)
+        assert (second.num_bytes, second.weight_bytes) == (3 * 5, NUM_BYTES)
+        await sync.catch_up("late", late, lambda: None)  # alone, so the other engine goes on from what it has
+        await sync.push(lambda: {**named(engine), "late": late}, 3)
+        assert source.wanted[2:] == [False, True]
+        engine.fault = "die"
+        with pytest.raises(EngineLost):
+            await sync.push(lambda: named(engine), 4)
+        replaced = Faulty()
+        await sync.push(lambda: {**named(replaced), "late": late}, 4)
+        await sync.push(lambda: {**named(replaced), "late": late}, 5)
+        assert source.wanted[4:] == [True, False, True]
+        await sync.push(lambda: named(replaced), 6)  # the other one sleeps
+        await sync.catch_up("late", late, lambda: None)
+        await sync.push(lambda: {**named(replaced), "late": late}, 7)
+        assert source.wanted[7:] == [True, False, True]
+        replaced.fault = "bit"
+        with pytest.raises(WeightMismatch):
+            await sync.push(lambda: named(replaced), 8)
+        await sync.push(lambda: {"late": late}, 8)  # it has version 7, but the learner's last buckets are others
+        assert source.wanted[10:] == [True, False]
 
     asyncio.run(scenario())

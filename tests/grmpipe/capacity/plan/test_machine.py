@@ -87,3 +87,19 @@ def test_all_processes_on_cores_count_and_those_elsewhere_do_not() -> None:
     assert in_process is not None
     assert one.held - in_process.held == pytest.approx(3 * PROCESS_BYTES + machine.RAY_BYTES + (256 << 20))
     assert measured("placement.pools.judging.slots=4096") is None, "another machine's placement"
+
+
+def test_copies_of_the_last_push_count_and_a_machine_that_cannot_hold_them_refuses_them(machine_with) -> None:
+    plain, delta = (measured("policy.dtype=bfloat16", f"sync.delta={key}") for key in ("false", "true"))
+    assert plain is not None and delta is not None
+    two = 2 * 2 * 370_368  # the learner's and the only engine's, in bfloat16
+    assert delta.certain - plain.certain == delta.held - plain.held == delta.last_pushes == two
+    config = composed("policy.dtype=bfloat16", "sync.delta=true")
+    machine_with(plain.held + two / 2)
+    planned = plan(config)
+    assert "\nhost memory, copies of the last push for sync.delta: learner 741 KB, policy 741 KB\n" in planned.text
+    assert re.search(r"may need .*copies of the last push 1\.48 MB.*; type sync\.delta=false$", planned.text)
+    machine_with(plain.certain + two / 2)
+    words = r"^this machine has .* in weights and optimizer and copies of the last push \(1\.48 MB\); type sync\.delta="
+    with pytest.raises(ConfigError, match=words):
+        check_memory(collect_known(prepare(config)))
