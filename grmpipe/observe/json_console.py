@@ -20,7 +20,7 @@ class JsonConsole(RunConsole):
     def __init__(self, file: IO[str] | None = None) -> None:
         super().__init__(file=file, force_terminal=False, highlight=False)
 
-    def print(self, *objects: object, **options: object) -> None:  # type: ignore[override]
+    def print(self, *objects: object, **options: object) -> None:
         self.begin_capture()
         super().print(*objects, **options)  # type: ignore[arg-type]
         if text := self.end_capture().strip():

@@ -137,7 +137,7 @@ class Observers:
         """
         one = ONE_REWARD if config.main_judge.in_words.score == "reward" else ONE_JUDGE
         shown = SEVERAL_JUDGES if len(config.judging.judges) > 1 else one
-        console = None
+        console: ConsoleSink | None = None
         if config.tracking.json_logging:
             console = JsonConsoleSink(config.train.num_steps, JsonConsole(), shown)
         elif config.tracking.console:
