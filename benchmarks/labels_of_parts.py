@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
     parser.add_argument("overrides", nargs="*", default=[], help="settings of every run, to try them: writes no page")
-    given = parser.parse_intermixed_args()
+    given = parser.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     make_half_way(folder / "half_way")
