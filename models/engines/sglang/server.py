@@ -174,9 +174,8 @@ class SglangServer:
     def _describe_start(self, took_s: float) -> str:
         """In a line; /server_info has what the scheduler found (get_init_info in managers/scheduler.py of 0.5.23)."""
         try:
-            headers = make_headers(self.key)
-            answer = httpx.get(f"{self.url}/server_info", headers=headers, timeout=ANSWER_S, trust_env=False)
-            tokens = as_json(answer).get("max_total_num_tokens")
+            with httpx.Client(timeout=ANSWER_S, trust_env=False, headers=make_headers(self.key)) as client:
+                tokens = as_json(client.get(f"{self.url}/server_info")).get("max_total_num_tokens")
         except httpx.HTTPError:  # whatever comes next finds out why
             tokens = None
         room = f": keys and values of {tokens:,} tokens" if isinstance(tokens, int) else ""
