@@ -138,7 +138,7 @@ def test_own_rollouts_become_judging_tasks_by_the_rule_also_after_a_resume(small
         (["algorithm.self_judging.share=null"], r"self_judging\.share: is null, so that nothing of .*data_path"),
         (["judge.model=grm", "grm=policy"], r"^algorithm\.self_judging\.share: .* type judge\.model=policy, or"),
         (["judge.temperature=0.5"], r"^judge\.temperature: a learner scores .* 0\.5, rollouts at 1; type"),
-        (["judge=rubric", "judge.model=policy"], r"^algorithm\.self_judging\.data_path: .* labels whole responses, and .* scores criteria"),
+        (["judge=rubric", "judge.model=policy"], r"^algorithm\.self_judging\.data_path: .* this judge scores criteria"),
         (["algorithm.self_judging.data_path=answers.jsonl"], r"data_path: answers\.jsonl, .* no known kind of labels"),
         (["algorithm.self_judging.data_path=tiny://judgements"],
          r"data_path: every prompt of tiny://judgements is also in data\.path or data\.eval_path; give other prompts"),
