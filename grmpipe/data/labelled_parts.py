@@ -38,6 +38,7 @@ class LabelledParts:
 
 Read = Callable[[LabelledRow], LabelledParts]
 STEPS, CRITERIA = "steps", "criteria"  # as protocols name what they score
+MIDDLE = 0.5  # of raters who say met or not met, half each
 
 
 def load_labelled_parts(
@@ -109,9 +110,6 @@ def join_criteria(items: Sequence[tuple[str, LabelledParts]], findings: Findings
             findings.add("criteria have as many yes as no, and are left out", item.item_id)
         decided = {one: share for one, share in shares.items() if one not in undecided}
         yield replace(item, criteria=tuple(decided), shares=tuple(decided.values()))
-
-
-MIDDLE = 0.5
 
 
 # -- the kinds of rows -----------------------------------------------------------------------------------------------

@@ -97,13 +97,11 @@ class LabelSource:
             return
         rubric = tasks.template.find_rubric(prompt)
         named = zip(name_criteria(rubric), rubric, strict=True)
-        met = [(criterion, rewards[one]) for one, criterion in named if one in rewards]
-        labels_of_call = [(criterion, tasks.label_criterion(criterion, share)) for criterion, share in met]
+        met = {criterion: rewards[one] for one, criterion in named if one in rewards}
+        labelled = [(criterion, tasks.label_criterion(criterion, share)) for criterion, share in met.items()]
         shown = make_trajectory(prompt, rollout, thoughts=tasks.show_thoughts)
-        for number, task in enumerate(tasks.ask_criteria(name, prompt, shown, labels_of_call)):
-            size = tasks.criteria_per_call or len(met)
-            own = met[number * size : (number + 1) * size]
-            self._judging_tasks.add_task(all(share >= MET for _, share in own), task)
+        for task in tasks.ask_criteria(name, prompt, shown, labelled):
+            self._judging_tasks.add_task(all(met[criterion] >= MET for criterion in task.rubric), task)
 
     def _split(self, rollout: Rollout) -> tuple[ResponseStep, ...]:
         """The steps of a rollout, as the judge that learns sees them."""
