@@ -17,9 +17,11 @@ DRIVER_REQUEST_S = 5e-4  # over Ray, for short answers
 SYNC_FIXED_S = 0.05  # no push takes less
 # What a push takes besides its bytes: a tensor goes through an engine's loader, mostly in Python (1.1 ms for one of an
 # expert: vLLM 0.32 for CPUs, a mixture beside a dense model of its size; 0.1 ms if they are joined before); a bucket is
-# made, sent and checked (assumed); an engine is asked to pause, to receive and to resume, over Ray. It scores the probe
-# after its pause.
-TENSOR_S, JOINED_S, BUCKET_S, ENGINE_S = 1e-3, 1e-4, 5e-3, 3 * 1.1e-3
+# made, sent and checked (assumed); the driver asks an engine something, over Ray. It scores the probe after its pause.
+TENSOR_S, JOINED_S, BUCKET_S, CALL_S = 1e-3, 1e-4, 5e-3, 1.1e-3
+# With `sync.delta`, at the rates of RL: the share of the bytes that is sent, and the learner's time to find it, on one
+# thread (benchmarks/weight_delta.md).
+DELTA_SHARE, DELTA_GB_S = 0.01, 1.5
 # Nine of ten published rates are within these factors of those estimated for a model that nothing was fitted to
 # (benchmarks/plan_rates.md).
 LEARNER_SPREAD = 1.5
@@ -254,20 +256,26 @@ def estimate_read_s(num_parameters: int, device: DeviceSpec, dtype: str) -> floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushSize:
-    """What a push sends, and to how many engines. joined: tensors that engines join before they load them."""
+    """What a push sends. joined: tensors that engines join before they load them. calls: those of the driver to all
+    engines. delta: only what changed is sent.
+    """
 
     num_bytes: float
     tensors: int = 0
     joined: int = 0
     buckets: int = 0
-    engines: int = 0
+    calls: int = 0
+    delta: bool = False
 
 
 def sync_time_s(push: PushSize, device: DeviceSpec, *, over_nodes: bool = False) -> float:
     """The pause of a push to all engines at once, over the slowest link: within a node, or the network."""
     rate = device.network_gb_per_s if over_nodes else device.link_gb_per_s
-    calls_s = push.tensors * TENSOR_S + push.joined * JOINED_S + push.buckets * BUCKET_S + push.engines * ENGINE_S
-    return SYNC_FIXED_S + calls_s + push.num_bytes / (min(rate, device.link_gb_per_s) * GB * LINK_SHARE)
+    parts_s = push.tensors * TENSOR_S + push.joined * JOINED_S + push.buckets * BUCKET_S + push.calls * CALL_S
+    sent_s = push.num_bytes / (min(rate, device.link_gb_per_s) * GB * LINK_SHARE)
+    if push.delta:
+        sent_s = DELTA_SHARE * sent_s + DELTA_GB_S * push.num_bytes / GB
+    return SYNC_FIXED_S + parts_s + sent_s
 
 
 def switch_time_s(weight_bytes: float, device: DeviceSpec) -> float:

@@ -190,6 +190,7 @@ def write_gauges(gauges: Sequence[Gauge], metrics: Metrics) -> list[str]:
 
 
 SAMPLES_SHOWN = 3
+REPORT = "report.html"
 VIEWED = {"rollouts.jsonl", "eval_rollouts.jsonl", "judged.jsonl"}  # of a run that the viewer has more of
 PANEL_COLUMNS = 96  # longer lines are hard to read
 
@@ -238,13 +239,17 @@ class ConsoleSink(Tracker):
         self._print(*(sample_panel(row, self._width, self._shown.sample) for row in rows[:SAMPLES_SHOWN]))
 
     def print_files(self, run_dir: Path, files: Mapping[str, str]) -> None:
-        """`files`: name -> its content. The last line says what shows them."""
-        grid = Table.grid(padding=(0, 2))
-        for name, holds in files.items():
-            grid.add_row(Text(name, style="bold"), Text(holds, style="dim"))
-        self._print(Text(str(run_dir), style="bold cyan"), grid)
-        if VIEWED & files.keys():
-            self._print(Text(f"to look into it: task=view run_dir={run_dir}", style="bold cyan"))
+        """Where the files are, what shows them, and which keys take some of them; `files`: name -> such a key, or an
+        empty text.
+        """
+        self._print(Text(str(run_dir), style="bold cyan").append(f"  {', '.join(files)}", style="not bold default"))
+        shows = [f"open {REPORT} in a browser"] if REPORT in files else []
+        shows += [f"task=view run_dir={run_dir}"] if VIEWED & files.keys() else []
+        if shows:
+            self._print(Text(f"to look into it: {', or '.join(shows)}", style="bold cyan"))
+        taken = " ".join(f"{key}={run_dir / name}" for name, key in files.items() if key)
+        if taken:
+            self._print(Text(f"for a further command: {taken}", style="cyan"))
 
     def _print(self, *parts: RenderableType) -> None:
         with self._guard.watch("console"):

@@ -13,13 +13,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from grmpipe.models.terminal_text import replace_controls
 from grmpipe.observe.charts import Chart, Series, chart, short
+from grmpipe.observe.console import REPORT
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.run_files import NEVER_ENDED, RunFiles, read_run
 from grmpipe.observe.summary import ServingSummary
 
 log = logging.getLogger(__name__)
 
-REPORT = "report.html"
 STEPLESS = ("serve", "score", "play")  # tasks without steps or figures
 TEXT_CHARS = 6_000  # in one text
 ALARMS = ("alarm/hacking", "alarm/fooled", "alarm/canary_drift", "alarm/cascade")

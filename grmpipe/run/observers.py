@@ -16,7 +16,14 @@ from grmpipe.config.keys.secrets import environment_secrets, mask, redact, witho
 from grmpipe.config.run_config import RunConfig
 from grmpipe.observe.all_trackers import AllTrackers, JsonlSink
 from grmpipe.observe.budget_gate import PAID_ANSWERS, BudgetGate, PaidAnswers
-from grmpipe.observe.console import ONE_JUDGE, ONE_REWARD, SEVERAL_JUDGES, ConsoleSink, describe_run_signal
+from grmpipe.observe.console import (
+    ONE_JUDGE,
+    ONE_REWARD,
+    REPORT,
+    SEVERAL_JUDGES,
+    ConsoleSink,
+    describe_run_signal,
+)
 from grmpipe.observe.guard import Guard
 from grmpipe.observe.journal import decode_what_can_be
 from grmpipe.observe.json_console import JsonConsole, JsonConsoleSink
@@ -24,7 +31,7 @@ from grmpipe.observe.judge_requests import JUDGE_REQUESTS, RequestJournal
 from grmpipe.observe.logs import setup_logging
 from grmpipe.observe.progress import Progress
 from grmpipe.observe.recorder import EvalRecorder, Recorder
-from grmpipe.observe.report import REPORT, write_report
+from grmpipe.observe.report import write_report
 from grmpipe.observe.run_files import find_numbers
 from grmpipe.observe.spending import Spending, describe_spending
 from grmpipe.observe.timeline import Timeline
@@ -37,49 +44,58 @@ log = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 
-FILES = {
-    REPORT: "the run on one page: open it in a browser",
-    "summary.json": "the result of the run",
-    "evaluation.json": "accuracy by subset and by k, failures by cause, cost",
-    "policy_evaluation.json": "avg@k and pass@k of the policy, by prompts and source",
-    "watched.jsonl": "the verdicts of judges that only watch",
-    "to_label.jsonl": "what people may label: the judges don't agree on it",
-    "comparison.json": "the new verdicts next to the run's own, step by step",
-    "figures.txt": "the tables of an evaluation",
-    "eval_rollouts.jsonl": "every answer to held-out prompts",
-    "eval_judgements.jsonl": "every judgement of them, with its critique",
-    "verdicts.jsonl": "the verdicts on each row of score.path",
-    "probe.json": "what each trick does to the judge",
-    "probes_train.jsonl": "the probes as labels, to train the judge: data.path=<this file>",
-    "probes_held_out.jsonl": "those of other prompts, to watch it: judge_monitor.canaries_path=<this file>",
-    "calibration.json": "what makes the judge's rewards probabilities: judge.calibration=<this file>",
-    "judged.jsonl": "every item with its responses, labels, scores and critiques",
-    "metrics.jsonl": "one line per step",
-    "rollouts.jsonl": "every rollout, with token ids and log-probs",
-    "judgements.jsonl": "every judgement, with its critique; what teachers score",
-    "calls.jsonl": "who asked which judge, when, and which group it became",
-    "imputed.jsonl": "responses without a verdict whose trainer got the mean of their siblings",
-    "groups.jsonl": "how each group ended",
-    "trained.jsonl": "reward, advantage, truth and times of each trained rollout",
-    "anchors.jsonl": "held-out answers of the first evaluation, which later ones are judged beside",
-    JUDGE_REQUESTS: "every request to a model that judges, with its tokens",
-    PAID_ANSWERS: "what endpoints answered, for a resume within the budget",
-    "rubrics/": "the versions of a rubric that evolved",
-    "rubric_candidates.jsonl": "every criterion that was tried for the rubric, and what became of it",
-    "canaries.jsonl": "fixed responses that show whether the judge drifts",
-    "timeline.json": "open in ui.perfetto.dev or chrome://tracing",
-    "changes.jsonl": "keys that a resume changed",
-    "checkpoints/": "to resume from",
-    "policy/": "the trained policy, a Hugging Face directory",
-    "meta_rm/": "the trained meta-RM: give it as meta_rm.path",
-    "critic/": "the trained critic: give it as critic.path",
-    "grm/": "the trained GRM",
-    "policy_versions/": "the policy after the steps at which a judge took over its weights",
-    "adapter/": "the policy's adapters, in peft's own format",
-    "critiques.jsonl": "the outcome of each judging task, and the critiques to imitate",
-    "cotrain/": "the judging tasks of each GRM in training, with its judgements",
-    "in_flight/": "the turns of rollouts that go on",
-    "run.log": "everything else",
+# What a run may write, in the order in which its end lists it; docs/reading_a_run.md says what each holds.
+FILES = (
+    REPORT,
+    "summary.json",
+    "evaluation.json",
+    "policy_evaluation.json",
+    "watched.jsonl",
+    "to_label.jsonl",
+    "comparison.json",
+    "figures.txt",
+    "eval_rollouts.jsonl",
+    "eval_judgements.jsonl",
+    "verdicts.jsonl",
+    "probe.json",
+    "probes_train.jsonl",
+    "probes_held_out.jsonl",
+    "calibration.json",
+    "judged.jsonl",
+    "metrics.jsonl",
+    "rollouts.jsonl",
+    "judgements.jsonl",
+    "calls.jsonl",
+    "imputed.jsonl",
+    "groups.jsonl",
+    "trained.jsonl",
+    "anchors.jsonl",
+    JUDGE_REQUESTS,
+    PAID_ANSWERS,
+    "rubrics/",
+    "rubric_candidates.jsonl",
+    "canaries.jsonl",
+    "timeline.json",
+    "changes.jsonl",
+    "checkpoints/",
+    "policy/",
+    "meta_rm/",
+    "critic/",
+    "grm/",
+    "policy_versions/",
+    "adapter/",
+    "critiques.jsonl",
+    "cotrain/",
+    "in_flight/",
+    "run.log",
+)
+# What is made for a further command, and its key there.
+INPUTS = {
+    "probes_train.jsonl": "data.path",
+    "probes_held_out.jsonl": "judge_monitor.canaries_path",
+    "calibration.json": "judge.calibration",
+    "meta_rm/": "meta_rm.path",
+    "critic/": "critic.path",
 }
 
 
@@ -88,17 +104,13 @@ def holds_anything(path: Path) -> bool:
 
 
 def list_files(config: RunConfig) -> dict[str, str]:
-    """The files of a run and what they hold; each GRM in training has a directory of its own name."""
-    *before, last = FILES.items()
-    files = dict(
-        [*before, *((f"{role}/", f"the trained GRM {role}") for role in config.trained_grms if role != GRM), last]
-    )
-    if not any(judge.in_words.writes for judge in config.asked.judges.values()):
-        files["judgements.jsonl"] = "every verdict; what teachers score"
-        files["eval_judgements.jsonl"] = "every verdict on them"
-    if config.main_judge.kind == "label":  # the judge is the policy
-        files["policy/"] = "the trained judge: give it as grm.path"
-    return files
+    """The files of a run, and for one that a further command takes the key that it is given as. Each GRM in training
+    has a directory of its own name.
+    """
+    *before, last = FILES
+    names = [*before, *(f"{role}/" for role in config.trained_grms if role != GRM), last]
+    judge = {"policy/": "grm.path"} if config.main_judge.kind == "label" else {}  # the judge was the policy
+    return {name: (INPUTS | judge).get(name, "") for name in names}
 
 
 def open_trackers(config: RunConfig, run_dir: Path, state: RunState | None, own: Mapping[str, Tracker]) -> AllTrackers:
@@ -128,7 +140,7 @@ class Observers:
     timeline: Timeline
     console: ConsoleSink | None
     progress: Progress
-    files: Mapping[str, str]  # name -> what it holds, of all that a run may write
+    files: Mapping[str, str]  # see list_files
 
     @staticmethod
     def open(config: RunConfig, run_dir: Path, state: RunState | None = None, *, gauges: bool = True) -> Observers:
@@ -221,7 +233,7 @@ class Observers:
                 calls = "1 call" if count == 1 else f"{count} calls"
                 self.console.alarm(f"{calls} of the tracker {name} failed; run.log says why")
             self.console.print_files(
-                run_dir, {name: what for name, what in self.files.items() if holds_anything(run_dir / name)}
+                run_dir, {name: key for name, key in self.files.items() if holds_anything(run_dir / name)}
             )
 
     def close(self) -> None:

@@ -30,6 +30,9 @@ from grmpipe.models.lm.footprint import BYTES, BYTES_OF_ADAM, Footprint
 from grmpipe.models.settings import LoraConfig
 from grmpipe.models.types import EngineSpeed
 from grmpipe.models.weights.bucket_size import choose_bucket_bytes
+from grmpipe.models.weights.transports import transport_kind
+from grmpipe.roles.role_placement import resolve_transport
+from grmpipe.roles.roles import ServedRole
 from grmpipe.scheduler.devices import DeviceSpec
 
 NO_ADAPTERS = LoraConfig()
@@ -161,7 +164,8 @@ def push_s(model: str, facts: RunFacts, where: PlacedRoles) -> float:
     device, pools = device_for(where.pool, facts), facts.placement.pools.values()
     resource = facts.config.placement.pools[where.pool].resource
     num_slots = sum(pool.slots for pool in pools if pool.resource == resource)
-    return sync_time_s(measure_push(model, facts), device, over_nodes=num_slots > device.slots_per_node)
+    over_nodes = num_slots > device.slots_per_node
+    return sync_time_s(measure_push(model, facts, over_nodes=over_nodes), device, over_nodes=over_nodes)
 
 
 def predict_pause_s(facts: RunFacts) -> float | None:
@@ -211,7 +215,7 @@ def measure_sizes(role: str, facts: RunFacts, num_gpus: int) -> ModelSizes:
     )
 
 
-def measure_push(role: str, facts: RunFacts) -> PushSize:
+def measure_push(role: str, facts: RunFacts, *, over_nodes: bool = False) -> PushSize:
     """What a push of a role's model sends. Adapters have two tensors for each linear layer, merged ones one."""
     footprint, served = facts.models[role].footprint, facts.roles.served[role]
     size = count_push_bytes(role, facts)
@@ -222,13 +226,25 @@ def measure_push(role: str, facts: RunFacts) -> PushSize:
         experts = footprint.num_expert_tensors if served.engine.checkpoint_names else 0
         joined = experts if served.engine.joins_experts(served.num_gpus) else 0
         tensors = footprint.num_tensors + experts - joined
+    buckets = math.ceil(size / choose_bucket_bytes(served.sync.bucket_mb << 20, size))
     return PushSize(
         num_bytes=size,
         tensors=tensors,
         joined=joined,
-        buckets=math.ceil(size / choose_bucket_bytes(served.sync.bucket_mb << 20, size)),
-        engines=facts.describe_seats(role).replicas,
+        buckets=buckets,
+        calls=facts.describe_seats(role).replicas * count_calls(served, facts, buckets, over_nodes=over_nodes),
+        delta=served.sync.delta,
     )
+
+
+def count_calls(role: ServedRole, facts: RunFacts, buckets: int, *, over_nodes: bool) -> int:
+    """The driver's calls to one engine in its pause: to pause and resume, and between them to receive broadcasts, or to
+    begin, to take each bucket and to commit.
+    """
+    chosen = facts.config.sync.transport != "auto"  # it was checked already, and learner and engines may be neighbours
+    same_machine = chosen or not over_nodes
+    transport = resolve_transport(role, facts.config, facts.placement, same_machine=same_machine)
+    return 2 + (1 if transport_kind(transport).group is not None else 2 + buckets)
 
 
 def count_push_bytes(role: str, facts: RunFacts) -> float:

@@ -14,7 +14,8 @@ from rich.text import Text
 from grmpipe.config.io.yaml_io import read_yaml
 from grmpipe.config.run_config import ConfigError, RunConfig
 from grmpipe.models.terminal_text import replace_controls
-from grmpipe.observe.report import REPORT, write_report
+from grmpipe.observe.console import REPORT
+from grmpipe.observe.report import write_report
 from grmpipe.observe.run_files import RunFiles, read_run
 from grmpipe.pipeline.stall_times import StallTimes, bottleneck
 from grmpipe.run.errors import RunFailed

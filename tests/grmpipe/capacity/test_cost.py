@@ -151,8 +151,10 @@ def test_weights_travel_at_the_links_speed() -> None:
     push = PushSize(num_bytes=14e9)
     assert sync_time_s(push, ROUND) == pytest.approx(0.05 + 0.2)  # 14 GB at 70 GB/s
     assert sync_time_s(push, ROUND, over_nodes=True) == pytest.approx(0.05 + 1.6)  # at 12.5 x 0.7 GB/s
-    whole = replace(push, tensors=400, joined=18_432, buckets=14, engines=256)
+    whole = replace(push, tensors=400, joined=18_432, buckets=14, calls=3 * 256)
     assert sync_time_s(whole, ROUND) == pytest.approx(0.05 + 0.2 + 0.4 + 1.8432 + 0.07 + 0.8448)
+    changed = replace(push, delta=True)
+    assert sync_time_s(changed, ROUND) == pytest.approx(0.05 + 21 + 0.002), "found at 1.5 s a GB, a hundredth sent"
     assert switch_time_s(14e9, ROUND) == pytest.approx(2.0)  # at 7 GB/s from the memory of the machine
 
 

@@ -15,8 +15,9 @@ from journal_mutations import collect_records, mutate_line
 
 from grmpipe.models.types import Completion, Message, ToolCall, VersionSpan
 from grmpipe.observe import report as report_room
+from grmpipe.observe.console import REPORT
 from grmpipe.observe.recorder import Recorder
-from grmpipe.observe.report import REPORT, render, write_report
+from grmpipe.observe.report import render, write_report
 from grmpipe.observe.run_files import NEVER_ENDED, config_text, read_ends, read_run, show_turns
 from grmpipe.observe.summary import (
     CascadeSummary,

@@ -78,9 +78,26 @@ def test_a_push_takes_the_network_where_the_run_has_more_gpus_than_a_node() -> N
         return push_s("policy", wide, wide.describe_seats("learner"))
 
     num_bytes = QWEN3_8B.weight_bytes("float32")
-    calls_s = 0.327 + 31 * 0.005 + 0.0033  # by its tensors and buckets, and for one engine
-    assert push(2) == pytest.approx(0.05 + calls_s + num_bytes / (450e9 * 0.7))
-    assert push(16) == pytest.approx(0.05 + calls_s + num_bytes / (50e9 * 0.7)), "nine times as long"
+    parts_s = 0.327 + 31 * 0.005 + (4 + 31) * 0.0011  # by its tensors and buckets, and for the calls to one engine
+    assert push(2) == pytest.approx(0.05 + parts_s + num_bytes / (450e9 * 0.7))
+    assert push(16) == pytest.approx(0.05 + parts_s + num_bytes / (50e9 * 0.7)), "nine times as long"
+
+
+def test_only_a_broadcast_is_one_call_for_all_buckets() -> None:
+    """Else an engine is asked to begin, to take each bucket, and to commit; all are paused and resumed."""
+    sizes = {
+        transport: measure_push("policy", facts_with(f"sync.transport={transport}", "sync.bucket_mb=1", "cluster=ray"))
+        for transport in ("gloo", "disk", "auto")
+    }
+    assert (sizes["gloo"].calls, sizes["gloo"].buckets) == (3, 2)
+    assert sizes["disk"].calls == sizes["auto"].calls == 4 + 2, "auto: shared memory"
+    typed = facts_with("sync.transport=shared_memory", "sync.bucket_mb=1", "cluster=ray")
+    assert measure_push("policy", typed, over_nodes=True).calls == 4 + 2, "its own ends may share one of the machines"
+
+
+def test_a_push_of_changes_is_planned_as_one() -> None:
+    push = measure_push("policy", facts_with("policy.dtype=bfloat16", "sync.delta=true", "sync.transport=disk"))
+    assert push.delta
 
 
 def test_the_predicted_pause_is_the_plans_and_absent_where_something_is_unknown() -> None:
