@@ -68,6 +68,13 @@ def test_learner_policy_and_judge_fit_one_gpu_by_the_plan() -> None:
     assert sum(engine.memory_share for engine in taken if isinstance(engine, VllmConfig)) + learner < USABLE
 
 
+@pytest.mark.parametrize(("device", "memory_gb"), [("h100", 80), ("l40s", 48), ("a100_40", 40)])
+def test_shares_are_of_the_memory_of_the_device_that_is_named(device: str, memory_gb: int) -> None:
+    facts = facts_with(f"placement.pools.all.device={device}")
+    learner = sum(use.num_bytes for use in list_memory(facts, "learner"))
+    assert learner / (memory_gb * 1e9) + sum(compute_shares(facts).values()) == pytest.approx(USABLE)
+
+
 def test_an_engine_that_sleeps_leaves_the_other_role_its_memory() -> None:
     """On an elastic slot only one of them is awake; with the learner gone too, both have more."""
     elastic = compute_shares(facts_with("placement.pools.all.elastic=true"))
