@@ -108,6 +108,7 @@ LIBRARIES = {
     "mlflow": "grmpipe/trackers/mlflow_tracker.py",
     "opentelemetry": "grmpipe/trackers/opentelemetry_tracker.py",
     "trackio": "grmpipe/trackers/trackio_tracker.py",
+    "swanlab": "grmpipe/trackers/swanlab_tracker.py",
     "omegaconf": "grmpipe/config/io/yaml_io.py",
     "hydra": "grmpipe/cli.py",
 }

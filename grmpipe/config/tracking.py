@@ -10,6 +10,7 @@ from grmpipe.models.bounds import Bounded, at_least
 from grmpipe.trackers.mlflow_tracker import MlflowConfig
 from grmpipe.trackers.opentelemetry_tracker import OpenTelemetryConfig
 from grmpipe.trackers.prometheus_tracker import PrometheusConfig
+from grmpipe.trackers.swanlab_tracker import SwanlabConfig
 from grmpipe.trackers.tensorboard_tracker import TensorboardConfig
 from grmpipe.trackers.tracker import TrackedRun, Tracker, TrackerConfig
 from grmpipe.trackers.trackio_tracker import TrackioConfig
@@ -33,6 +34,7 @@ class TrackingConfig(Bounded):
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
     trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
     opentelemetry: OpenTelemetryConfig = field(default_factory=OpenTelemetryConfig)
     prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
     webhook: WebhookConfig = field(default_factory=WebhookConfig)

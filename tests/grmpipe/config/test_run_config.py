@@ -104,7 +104,7 @@ def test_a_mistake_is_the_exit_code_of_the_process(tmp_path: Path) -> None:
         (["judge.timeout_s=9"], "unknown key 'judge.timeout_s'; did you mean judge.limits.timeout_s?"),
         (
             ["tracking.project=mine"],
-            "unknown key 'tracking.project'; did you mean tracking.wandb.project or tracking.trackio.project?",
+            "unknown key 'tracking.project'; did you mean tracking.wandb.project or tracking.trackio.project or",
         ),
         (["tracking.wandb.mode=disabled"], "tracking.wandb.mode: unknown mode 'disabled'; known: auto, online"),
         (["tracking.trackers=[comet]"], "tracking.trackers: unknown value 'comet'; known: wandb, tensorboard, mlflow"),

@@ -13,8 +13,8 @@ from grmpipe.trackers.wandb_tracker import WandbConfig
     [
         (
             {"trackers": ["wandb", "comet"]},
-            "trackers: unknown value 'comet'; known: wandb, tensorboard, mlflow, trackio, opentelemetry, prometheus, "
-            "webhook; or the",
+            "trackers: unknown value 'comet'; known: wandb, tensorboard, mlflow, trackio, swanlab, opentelemetry, "
+            "prometheus, webhook; or the",
         ),
         ({"trackers": ["wandb", "wandb"]}, "trackers: wandb stands there 2 times; leave one"),
         ({"trackers": ["my_module.MyTracker"]}, "trackers: my_module can't be imported"),

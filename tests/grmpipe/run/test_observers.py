@@ -85,7 +85,7 @@ def test_the_planted_secret_is_in_no_file_of_a_tracker(
     monkeypatch.setattr(sys, "argv", ["launch.py", f"grm.api_key={PLANTED}"])
     openai = OpenAIConfig(extra_body={"api_key": "in the config only", "url": f"http://{PLANTED[::-1]}@judge"})
     shipped = TrackingConfig().shipped
-    to_files = shipped.keys() - {"mlflow", "opentelemetry", "trackio", "prometheus", "webhook"}
+    to_files = shipped.keys() - {"mlflow", "opentelemetry", "trackio", "swanlab", "prometheus", "webhook"}
     names = [name for name in sorted(to_files) if not shipped[name].find_missing()]
     tracking = TrackingConfig(trackers=names, wandb=WandbConfig(mode="offline"), console=False)
     config = run_config(experiment_name=PLANTED, engine=EngineConfig(openai=openai), tracking=tracking)
