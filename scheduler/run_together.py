@@ -33,8 +33,18 @@ async def run_until(main: Coroutine[object, object, U], /, **loops: Coroutine[ob
     return tasks[MAIN].result()  # type: ignore[return-value]
 
 
+class RemoteTraceback(Exception):
+    """The place in another process, `where`, at which an error was raised; the cause of the error itself."""
+
+    def __init__(self, where: str, trace: str) -> None:
+        super().__init__(f"in {where}:\n{trace}")
+        self.where = where
+
+
 def describe_failure(error: BaseException) -> str:
-    """The first cause in plain words, one line each: where (outermost first), what, and what caused it."""
+    """The first cause in plain words, one line each: where (outermost first), what, and what caused it. What is said to
+    users needs no traceback of another process: the logs have it.
+    """
     notes = list(reversed(getattr(error, "__notes__", [])))
     while isinstance(error, BaseExceptionGroup):  # in the order in which they were raised
         error = error.exceptions[0]
@@ -42,7 +52,9 @@ def describe_failure(error: BaseException) -> str:
     lines = [*notes, _words(error)]
     cause = error.__cause__
     while cause is not None:
-        if str(cause) not in lines[-1]:
+        if isinstance(cause, RemoteTraceback) and is_for_users(error):
+            lines.append(f"(in {cause.where})")
+        elif str(cause) not in lines[-1]:
             lines.append(f"because of {_words(cause)}")
         cause = cause.__cause__
     return "\n".join(lines)
@@ -102,5 +114,8 @@ def _note(error: Exception, name: str) -> None:
 
 def _words(error: BaseException) -> str:
     """The error in words: some messages are for users; other errors also need the name of their type."""
-    for_users = type(error) is ValueError or isinstance(error, EngineDenied)
-    return str(error) if for_users else f"{type(error).__name__}: {error}"
+    return str(error) if is_for_users(error) else f"{type(error).__name__}: {error}"
+
+
+def is_for_users(error: BaseException) -> bool:
+    return type(error) is ValueError or isinstance(error, EngineDenied)

@@ -22,7 +22,8 @@ from grmpipe.scheduler.processes.call_limits import MEMBER_CALL, CallLimits
 from grmpipe.scheduler.processes.call_order import OrderedHost
 from grmpipe.scheduler.processes.node_address import node_address
 from grmpipe.scheduler.processes.rpc import NetworkLine, RpcClient, RpcDisconnected, RpcServer, socket_path
-from grmpipe.scheduler.processes.wire_types import Dialect, RemoteTraceback, UntypedCall
+from grmpipe.scheduler.processes.wire_types import Dialect, UntypedCall
+from grmpipe.scheduler.run_together import RemoteTraceback
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ class RayActor:
             self._num_asked += 1  # not if the arguments can't be sent: that call never reaches the process
             return await answer
         except RayTaskError as error:
-            raise error.cause from RemoteTraceback(f"in {self.name}:\n{error}")
+            raise error.cause from RemoteTraceback(self.name, str(error))
         except RayActorError as error:
             self.kill(self._reason(error))  # a process that can't be reached must not come back
             raise ActorDied(self.name, str(self._death)) from None

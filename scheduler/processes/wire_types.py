@@ -17,6 +17,7 @@ import numpy as np
 from msgspec import inspect as types_of
 
 from grmpipe.models.types import EngineDied, EngineRefused, Payload
+from grmpipe.scheduler.run_together import RemoteTraceback
 
 DTYPES = {dtype.str: dtype for dtype in map(np.dtype, ("?", "B", "b", "h", "i", "q", "e", "f", "d"))}
 Plain = str | int | float | bool | None | tuple[str, ...]
@@ -89,10 +90,6 @@ class RemoteError(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = ""
 
 
-class RemoteTraceback(Exception):
-    """The place in the other process where an error was raised; the cause of the error itself."""
-
-
 def remote_error(error: BaseException, known: Mapping[str, type[Exception]]) -> RemoteError:
     """The error to send: as itself if its class is known, else as the nearest known base class, else as its
     traceback.
@@ -110,7 +107,7 @@ def rebuild_error(error: RemoteError, known: Mapping[str, type[Exception]], wher
     """The error, made from what was sent; returned, not raised. `where`: the process in which it was raised."""
     again = known.get(error.kind, RuntimeError)(*error.args)
     if where:
-        again.__cause__ = RemoteTraceback(f"in {where}:\n{error.trace}")
+        again.__cause__ = RemoteTraceback(where, error.trace)
     return again
 
 

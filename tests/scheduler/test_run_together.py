@@ -6,7 +6,13 @@ import asyncio
 
 import pytest
 
-from grmpipe.scheduler.run_together import describe_failure, raise_first_failure, run_together, run_until
+from grmpipe.scheduler.run_together import (
+    RemoteTraceback,
+    describe_failure,
+    raise_first_failure,
+    run_together,
+    run_until,
+)
 
 
 async def forever(ended: list[str], name: str) -> None:
@@ -106,6 +112,14 @@ def test_failure_is_described_from_outside_in_with_its_causes() -> None:
         "run_dir: can't be written; set run_dir",
         "because of OSError: disk full",
     ]
+
+
+def test_a_traceback_of_another_process_is_shown_only_for_errors_that_are_not_said_to_users() -> None:
+    said, crashed = ValueError("policy.path: no such folder"), KeyError("x")
+    for error in (said, crashed):
+        error.__cause__ = RemoteTraceback("grm-0", "Traceback ..")
+    assert describe_failure(said) == "policy.path: no such folder\n(in grm-0)"
+    assert describe_failure(crashed).splitlines()[-1] == "Traceback .."
 
 
 def test_the_main_loop_adds_no_line_of_its_own() -> None:
