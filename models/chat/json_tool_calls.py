@@ -19,7 +19,7 @@ LLAMA_CALL = re.compile(r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:
 NAMED_CALL = re.compile(r"\s*+([^\s\[{]*+)\s*+(?:\[CALL_ID\]\s*+(\w++)\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
 MAX_CALLS = 128  # in one turn
 MAX_ERRORS = 16  # in one turn: each is shown to the model
-MAX_OBJECTS = 1024  # in one turn that are looked into
+MAX_OBJECTS = 256  # in one turn that are looked into: each may be as deep as the parser goes
 
 
 @dataclass(slots=True)

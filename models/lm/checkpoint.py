@@ -210,6 +210,7 @@ KNOWN: dict[tuple[str, str], object] = {
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("torch", "Size"): torch.Size,
     ("pathlib", "PosixPath"): pathlib.PurePosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,  # as Python 3.13 calls it
     ("collections", "OrderedDict"): dict,
     ("builtins", "set"): set,
 }

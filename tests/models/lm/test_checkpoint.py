@@ -95,6 +95,19 @@ def test_a_checkpoint_that_would_run_something_is_refused(tmp_path: Path) -> Non
     assert not (tmp_path / "caught").exists()
 
 
+@pytest.mark.parametrize("written", ["pathlib", "pathlib._local"])
+def test_a_checkpoint_of_another_python_is_loaded(tmp_path: Path, written: str) -> None:
+    """Python 3.13 alone has its paths in pathlib._local."""
+    model = make_model(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_sharded(str(tmp_path), model, optimizer, version=3)
+    held = pickle.dumps(pickle.loads((tmp_path / ".metadata").read_bytes()), protocol=2)  # names as lines of text
+    here, there = (f"c{module}\nPosixPath".encode() for module in (type(tmp_path).__module__, written))
+    assert here in held
+    (tmp_path / ".metadata").write_bytes(held.replace(here, there))
+    assert load_sharded(str(tmp_path), model, optimizer) == 3
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_an_export_has_the_same_logits_and_the_tokenizer(tmp_path: Path, tied: bool) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
