@@ -210,7 +210,7 @@ def test_one_caller_gets_in_and_nothing_stays() -> None:
             assert stat.S_IMODE(Path(path).parent.stat().st_mode) == 0o700
             line = await RpcClient.connect(path, "policy-0", Dialect.of(Target))
             assert await line.call("add", 1, 2) == 3
-            with pytest.raises(ConnectionRefusedError):
+            with pytest.raises((ConnectionRefusedError, FileNotFoundError)):  # Python 3.13 removes the socket
                 await RpcClient.connect(path, "policy-0", Dialect.of(Target))
         assert not Path(path).parent.exists()
         assert await line.call("add", 1, 2) == 3
