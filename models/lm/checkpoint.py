@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -234,11 +235,19 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
+        if (module, name) == ("builtins", "getattr"):  # a member of an enum, as Python 3.11.2 (Debian 12) pickles it
+            return _member
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if (module, name) not in KNOWN:
             raise pickle.UnpicklingError(f".metadata refers to {module}.{name}, which no checkpoint needs")
         return KNOWN[module, name]
+
+
+def _member(kind: object, name: str) -> Enum:
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f".metadata refers to {name!r} of {kind!r}, which no checkpoint needs")
+    return kind[name]
 
 
 def _layout(name: str) -> torch.layout:

@@ -6,11 +6,13 @@ import errno
 import json
 import os
 import pickle
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import metadata
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from grmpipe.models.lm.causal_lm import load_causal_lm
@@ -106,6 +108,33 @@ def test_a_checkpoint_of_another_python_is_loaded(tmp_path: Path, written: str) 
     assert here in held
     (tmp_path / ".metadata").write_bytes(held.replace(here, there))
     assert load_sharded(str(tmp_path), model, optimizer) == 3
+
+
+def test_a_checkpoint_of_a_python_that_pickles_members_of_enums_by_name_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def by_name(member: Enum, _: object) -> tuple[object, ...]:  # as Python 3.11.2, Debian 12's
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    model = make_model(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_sharded(str(tmp_path), model, optimizer, version=0)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
+    assert load_sharded(str(tmp_path), model, optimizer) == 0
+
+
+def test_getattr_in_a_checkpoint_reaches_members_of_enums_only(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[object, ...]:
+            return getattr, (set, "__class__")
+
+    model = make_model(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_sharded(str(tmp_path), model, optimizer, version=0)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap()))
+    with pytest.raises(ValueError, match=r"'__class__' of <class 'set'>, which no checkpoint needs"):
+        load_sharded(str(tmp_path), model, optimizer)
 
 
 @pytest.mark.parametrize("tied", [True, False])
