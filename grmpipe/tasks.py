@@ -286,7 +286,7 @@ def notes(prepared: Prepared) -> list[str]:
             f"only watch, leave it out and type 'judge_monitor.watch={{{name}: 1}}'"
         )
     if objective.startswith("eval.") and not prepared.held_out:
-        said.append(f"objective: {objective} is null without held-out prompts; give data.eval_path=...")
+        said.append(f"no held-out prompts: nothing is evaluated, {objective} stays null; data.eval_path=... takes some")
     if any(pool.resource == "gpu" for pool in prepared.placement.pools.values()):
         footprints = {role: model.footprint for role, model in size_roles(prepared).items()}
         said += device_notes(config.train, prepared.roles, footprints)

@@ -123,11 +123,12 @@ def requests_text(model: str, by_purpose: Mapping[str, RequestCounts]) -> str:
     purposes = ", ".join(
         f"{purpose.replace('_', '-')} {counts.requests:,}" for purpose, counts in by_purpose.items() if counts.requests
     )
-    retries = f", {total.retries:,} of them retries" if total.retries else ""
+    retries = f"{total.retries:,} of them retries" if total.retries else ""
+    parts = f" ({', '.join(filter(None, [purposes, retries]))})" if purposes or retries else ""
     cached = f" ({total.cached_tokens:,} cached)" if total.cached_tokens else ""
     unknown = f"; tokens of {total.unknown:,} unknown" if total.unknown else ""
     return (
-        f"{model}: {total.requests:,} requests ({purposes}{retries}), "
+        f"{model}: {total.requests:,} requests{parts}, "
         f"{total.prompt_tokens:,} prompt tokens{cached}, {total.sampled_tokens:,} sampled{unknown}"
     )
 

@@ -94,6 +94,7 @@ INPUTS = {
     "probes_train.jsonl": "data.path",
     "probes_held_out.jsonl": "judge_monitor.canaries_path",
     "calibration.json": "judge.calibration",
+    "policy/": "policy.path",
     "meta_rm/": "meta_rm.path",
     "critic/": "critic.path",
 }

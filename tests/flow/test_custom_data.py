@@ -60,7 +60,7 @@ def test_without_references_no_truth_is_claimed_and_without_held_out_prompts_no_
     files = small_run(*ONE_STEP, "data.path=bare.jsonl", "objective=eval.final.grm_score")
     assert (files.summary["status"], files.summary["objective"]) == ("completed", None)
     assert "true_accuracy" not in json.dumps(files.summary) + json.dumps(files.lines("metrics"))
-    assert "objective: eval.final.grm_score is null without held-out prompts" in capsys.readouterr().err
+    assert "no held-out prompts: nothing is evaluated, eval.final.grm_score stays null" in capsys.readouterr().err
 
 
 def test_without_references_the_default_objective_is_the_judges_score(tmp_path: Path, small_run: Callable) -> None:

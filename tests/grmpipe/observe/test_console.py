@@ -132,6 +132,12 @@ def test_the_trained_grms_of_a_run_are_listed_by_name() -> None:
     assert files[-1] == "run.log"
 
 
+def test_the_trained_policy_is_listed_with_the_key_that_takes_it() -> None:
+    asked = SimpleNamespace(judges={"judge": JudgeConfig()})
+    config = SimpleNamespace(trained_grms={}, main_judge=JudgeConfig(), asked=asked)
+    assert list_files(config)["policy/"] == "policy.path"  # type: ignore[arg-type]
+
+
 def test_a_judge_that_learned_as_the_policy_is_listed_as_a_judge() -> None:
     label = JudgeConfig(kind="label")
     config = SimpleNamespace(trained_grms={}, main_judge=label, asked=SimpleNamespace(judges={"judge": label}))
@@ -201,7 +207,7 @@ def test_a_run_ends_with_its_files_and_what_shows_them_in_two_lines() -> None:
     run_dir = Path("runs") / ("long" * 40)
     files, shown = end_of(run_dir, report_html="", judged_jsonl="", metrics_jsonl="")
     assert files == f"{run_dir}  report.html, judged.jsonl, metrics.jsonl", "in one piece, so that it can be copied"
-    assert shown == f"to look into it: open report.html in a browser, or task=view run_dir={run_dir}"
+    assert shown == f"to look into it: open report.html in a browser, or grmpipe task=view run_dir={run_dir}"
 
 
 def test_the_viewer_is_named_only_where_it_has_more_than_the_report() -> None:

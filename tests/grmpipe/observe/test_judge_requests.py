@@ -73,6 +73,13 @@ def test_requests_belong_to_the_purpose_of_the_task_that_asks(tmp_path: Path) ->
     ]
 
 
+def test_a_model_that_no_request_reached_is_told_without_purposes(tmp_path: Path) -> None:
+    journal = RequestJournal(tmp_path)
+    grm = journal.of_model("grm")
+    grm.unsent(grm.begin_request(retry=False))
+    assert journal.totals.texts == ["grm: 0 requests, 0 prompt tokens, 0 sampled"]
+
+
 def test_a_full_disk_costs_the_file_and_not_the_totals(tmp_path: Path) -> None:
     (tmp_path / JUDGE_REQUESTS).mkdir()
     journal = RequestJournal(tmp_path)
