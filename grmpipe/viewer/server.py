@@ -62,7 +62,7 @@ async def serve(viewer: Viewer, port: int) -> None:
     await runner.setup()
     try:
         taken = await listen(runner, port)
-        print(f"grmpipe: http://{LOOPBACK}:{taken}/?token={viewer.token}", flush=True)
+        print(f"grmpipe: http://{LOOPBACK}:{taken}/?token={viewer.token} shows them; Ctrl-C ends it", flush=True)
         viewer.indexer.start()
         await ended.wait()
     finally:

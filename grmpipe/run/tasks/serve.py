@@ -65,7 +65,7 @@ class ServingRun(ScoringRun):
 
     async def run(self) -> Status:
         listening = bind(self._config.serve)
-        if starting := ", ".join(self._prepared.prepared.roles.served):
+        if starting := ", ".join(self._prepared.prepared.placement.seats):
             self._observers.note(f"starting {starting} ({self._config.cluster.kind})")
         try:
             self._running = await self._start()

@@ -556,7 +556,7 @@ def served(run_dir: Path, cache: Path) -> Iterator[tuple[str, str, subprocess.Po
     process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
-        found = re.fullmatch(r"grmpipe: (http://127\.0\.0\.1:\d+)/\?token=(\S+)\n", line)
+        found = re.fullmatch(r"grmpipe: (http://127\.0\.0\.1:\d+)/\?token=(\S+) shows them; Ctrl-C ends it\n", line)
         assert found, line
         yield found[1], found[2], process
     finally:
