@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import logging
 import socket
+import sys
 from dataclasses import replace
 
 from aiohttp import web
@@ -65,8 +66,9 @@ class ServingRun(ScoringRun):
 
     async def run(self) -> Status:
         listening = bind(self._config.serve)
-        if starting := ", ".join(self._prepared.prepared.placement.seats):
-            self._observers.note(f"starting {starting} ({self._config.cluster.kind})")
+        starting = ", ".join(self._prepared.prepared.placement.seats)
+        if starting and not self._config.tracking.json_logging:  # the address is the first line that scripts read
+            print(f"grmpipe: starting {starting} ({self._config.cluster.kind})", file=sys.stderr, flush=True)
         try:
             self._running = await self._start()
         except BaseException:

@@ -324,7 +324,7 @@ def test_a_service_goes_on_where_it_was_and_answers_what_it_has_judged(tmp_path:
 
 
 @pytest.mark.long
-def test_a_judge_is_loaded_anew_between_two_groups(tmp_path: Path) -> None:
+def test_a_judge_is_loaded_anew_between_two_groups(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     named = {"prompt": "3 + 4?", "responses": ["7", "8"], "prompt_id": "p"}
 
     async def ask(url: str) -> None:
@@ -353,6 +353,7 @@ def test_a_judge_is_loaded_anew_between_two_groups(tmp_path: Path) -> None:
         asyncio.run(ask(url))
         service.send_signal(signal.SIGTERM)
         assert service.wait(timeout=60) == 0
+    assert "grmpipe: starting grm (" in capfd.readouterr().err
     run = grmpipe.read_run(tmp_path / "judge")
     assert run.summary["versions"] == {"grm": 1}
     assert run.summary["engines_replaced"] == {"grm": 0}
