@@ -16,7 +16,7 @@ import msgspec
 from grmpipe.envs.env import EnvFault, PolicyFault
 from grmpipe.envs.fault_owner import RaisedElsewhere
 from grmpipe.envs.process_group import end_group, last_bytes, start_group
-from grmpipe.scheduler.processes.wire_types import RemoteTraceback
+from grmpipe.scheduler.run_together import RemoteTraceback
 from grmpipe.types import EnvCause
 from grmpipe.workflows.chat import ChatRefused, RefusalCode
 from grmpipe.workflows.in_process import workflow_at
@@ -126,4 +126,4 @@ def take_returned(answer: Returned | Raised) -> object:
         raise EnvFault(answer.text, cast(EnvCause, cause))
     if answer.error == "ChatRefused":
         raise ChatRefused(cast(RefusalCode, answer.word), answer.text)
-    raise RaisedElsewhere(answer.text, answer.types) from RemoteTraceback(answer.traceback)
+    raise RaisedElsewhere(answer.text, answer.types) from RemoteTraceback("a worker", answer.traceback)

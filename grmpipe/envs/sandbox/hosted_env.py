@@ -50,7 +50,7 @@ from grmpipe.envs.sandbox.messages import (
     next_message,
     reports,
 )
-from grmpipe.scheduler.processes.wire_types import RemoteTraceback
+from grmpipe.scheduler.run_together import RemoteTraceback
 from grmpipe.types import EnvCause
 
 log = logging.getLogger(__name__)
@@ -314,7 +314,7 @@ def rebuild_fault(reply: Reply) -> PolicyFault | EnvFault:
         return PolicyFault(reply.text, reply.kind, ends=reply.ends)
     if isinstance(reply, BlamedEnv):
         fault = EnvFault(reply.detail, reply.cause)
-        fault.__cause__ = RemoteTraceback(reply.trace) if reply.trace else None
+        fault.__cause__ = RemoteTraceback("an environment's process", reply.trace) if reply.trace else None
         return fault
     return EnvFault(f"the environment answered with {type(reply).__name__}", "protocol")
 
