@@ -7,11 +7,11 @@ import signal
 import socket
 from pathlib import Path
 
-from grmpipe.envs.env import Action, Episode, Opening
+from grmpipe.envs.env import Action, EnvFault, Episode, Opening
 from grmpipe.envs.limited_env import StageLimits
 from grmpipe.envs.opened_envs import OpenedEnvs
-from grmpipe.envs.sandbox.hosted_env import HostedEnv
-from grmpipe.envs.sandbox.messages import Began, Ended, Opened, frame
+from grmpipe.envs.sandbox.hosted_env import HostedEnv, rebuild_fault
+from grmpipe.envs.sandbox.messages import Began, BlamedEnv, Ended, Opened, frame
 from grmpipe.envs.sandbox.process_host import ProcessWorker, open_stream
 from grmpipe.models.types import Message
 from grmpipe.types import Prompt
@@ -99,3 +99,9 @@ def test_a_worker_that_ends_by_itself_tells_its_limit_before_it_is_killed() -> N
         return tuple((await env.step(Action(text="x"))).faults)
 
     assert asyncio.run(faults()) == ("limit",)
+
+
+def test_a_fault_of_an_environment_keeps_the_trace_of_its_process_as_its_cause() -> None:
+    fault = rebuild_fault(BlamedEnv(detail="it broke", cause="broken", trace="Traceback .."))
+    assert isinstance(fault, EnvFault) and "Traceback .." in str(fault.__cause__)
+    assert rebuild_fault(BlamedEnv(detail="it broke", cause="broken")).__cause__ is None
