@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,7 +245,8 @@ class ConsoleSink(Tracker):
         """
         self._print(Text(str(run_dir), style="bold cyan").append(f"  {', '.join(files)}", style="not bold default"))
         shows = [f"open {REPORT} in a browser"] if REPORT in files else []
-        shows += [f"grmpipe task=view run_dir={run_dir}"] if VIEWED & files.keys() else []
+        command = "python launch.py" if Path(sys.argv[0]).name == "launch.py" else "grmpipe"
+        shows += [f"{command} task=view run_dir={run_dir}"] if VIEWED & files.keys() else []
         if shows:
             self._print(Text(f"to look into it: {', or '.join(shows)}", style="bold cyan"))
         taken = " ".join(f"{key}={run_dir / name}" for name, key in files.items() if key)

@@ -6,6 +6,7 @@ import io
 import logging
 import math
 import os
+import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +209,11 @@ def test_a_run_ends_with_its_files_and_what_shows_them_in_two_lines() -> None:
     files, shown = end_of(run_dir, report_html="", judged_jsonl="", metrics_jsonl="")
     assert files == f"{run_dir}  report.html, judged.jsonl, metrics.jsonl", "in one piece, so that it can be copied"
     assert shown == f"to look into it: open report.html in a browser, or grmpipe task=view run_dir={run_dir}"
+
+
+def test_the_viewers_command_is_the_one_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["launch.py", "+experiment=quickstart"])
+    assert end_of(Path("x"), rollouts_jsonl="")[-1] == "to look into it: python launch.py task=view run_dir=x"
 
 
 def test_the_viewer_is_named_only_where_it_has_more_than_the_report() -> None:
