@@ -21,7 +21,7 @@ from grmpipe.judge.grm import LocalGrm
 from grmpipe.judge.protocols.generative import GenerativeJudge
 from grmpipe.judge.protocols.stepwise import split_steps
 from grmpipe.judge.trajectory import without_middle
-from grmpipe.models.types import UNKNOWN_ID, Completion, EngineDied, VersionSpan
+from grmpipe.models.types import UNKNOWN_ID, Completion, EngineDied, EngineRefused, VersionSpan
 from grmpipe.pipeline.step_metrics import has_zero_advantages
 from grmpipe.train.batching.samples import to_samples
 from grmpipe.types import Failed, JudgedGroup, Judgement, RewardSpan, Rollout, Turn
@@ -256,13 +256,15 @@ def test_the_meta_rm_weighs_judgements_or_keeps_the_best_half(bench: Any) -> Non
     assert meta_rm.seen[0].siblings == (0,)
 
 
-def test_a_meta_rm_that_dies_fails_the_verdict_and_keeps_the_evidence(bench: Any) -> None:
-    class Dead:
+@pytest.mark.parametrize(("error", "cause"), [(EngineDied, "died"), (EngineRefused, "refused")])
+def test_a_meta_rm_that_fails_fails_the_verdict_and_keeps_the_evidence(bench: Any, error: Any, cause: str) -> None:
+    class Broken:
         async def scores(self, judged: Any, priority: int = 0) -> Any:
-            raise EngineDied("killed")
+            raise error("its words")
 
-    report = guided(bench, (1, 5), Dead(), vote="best")
-    assert (report.verdict.cause, len(report.judgements)) == ("died", 2)
+    report = guided(bench, (1, 5), Broken(), vote="best")
+    assert (report.verdict.cause, report.verdict.detail) == (cause, "meta-RM: its words")
+    assert (report.verdict.attempts, len(report.judgements)) == (1, 2)
 
 
 def test_a_vote_that_needs_a_meta_rm_is_refused_without_one(bench: Any) -> None:

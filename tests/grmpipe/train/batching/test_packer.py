@@ -288,9 +288,15 @@ def test_a_limit_counts_what_is_really_packed() -> None:
 
 
 def test_a_group_that_is_too_large_is_split_and_its_prompt_repeated() -> None:
-    rounds = pack_rounds(siblings_of(8, 10, 5), max_tokens=30, world_size=1)
-    assert [len(round_.micro_batches[0].token_ids_T) for round_ in rounds] == [30, 30]
-    assert [round_.micro_batches[0].sample_lengths_S.tolist() for round_ in rounds] == [[15, 5, 5, 5]] * 2
+    samples = siblings_of(8, 10, 5)
+    for rounds in (pack_rounds(samples, max_tokens=30, world_size=1), Packer(max_tokens=30, world_size=1).add(samples)):
+        assert [len(round_.micro_batches[0].token_ids_T) for round_ in rounds] == [30, 30]
+        assert [round_.micro_batches[0].sample_lengths_S.tolist() for round_ in rounds] == [[15, 5, 5, 5]] * 2
+
+
+def test_a_group_is_split_into_two_pieces_for_each_of_several_ranks() -> None:
+    (round_,) = pack_rounds(siblings_of(8, 1, 4), max_tokens=1000, world_size=2)
+    assert [batch.sample_lengths_S.tolist() for batch in round_.micro_batches] == [[5, 4, 5, 4]] * 2
 
 
 def test_a_group_by_itself_is_work_for_all_ranks() -> None:

@@ -184,8 +184,8 @@ def test_a_rollout_that_must_stay_whole_is_never_cut(make_episodes, shared: bool
                 found |= entries
                 assert len(batch.token_ids_T) <= max_tokens or len(entries) == 1
         assert len(found) == 20 and sum(map(len, found.values())) == count(samples, 0).num_loss_tokens
-    cut = pack_rounds(samples, 5, 1, True)
-    assert max(len(round_.samples[0]) for round_ in cut) == 1, "else a long one is packed in parts"
+    for cut in (pack_rounds(samples, 5, 1, True), Packer(5, 1).add(samples)):
+        assert max(len(round_.samples[0]) for round_ in cut) == 1, "else a long one is packed in parts"
 
 
 @settings(max_examples=40)

@@ -74,6 +74,20 @@ def test_a_long_sample_is_more_work_than_as_many_tokens_in_short_ones() -> None:
     assert tokens == [8192, 9216]  # by tokens alone the short ones would be 512 more, next to the long one
 
 
+def test_a_sample_after_its_prefix_and_the_prefix_are_as_much_work_as_both_together() -> None:
+    assert work(3000) + work(5000, before=3000) == pytest.approx(work(8000))
+
+
+def test_a_rank_gets_all_of_its_share_and_more_only_if_another_has_more_already() -> None:
+    assert fill(loads([100] * 3), 1000, 1, share=2 * work(100)) == ([[0, 1]], [2])
+    assert fill(loads([400, 100, 100]), 1000, 2, share=work(100)) == ([[0], [1, 2]], [])
+
+
+def test_rounds_are_filled_where_even_shares_would_need_one_more() -> None:
+    """Of 19 tokens 9.5 a round: 7 | 5, 3 | 4."""
+    assert deal(loads([4, 7, 3, 5]), 11, 1) == [[[1, 0]], [[3, 2]]]
+
+
 def test_imbalance_is_the_time_of_all_rounds_over_that_without_waiting() -> None:
     """Slowest ranks 3 and 2, means 2 and 2."""
     done = RankWork()
