@@ -12,10 +12,12 @@ import pytest
 from grmpipe.algorithm.rewards import place_rewards
 from grmpipe.config.judge import Scale
 from grmpipe.judge.pointwise_adapter import rollout_of_text
-from grmpipe.judge.verdict import mix_verdicts
+from grmpipe.judge.verdict import mix_verdicts, outcome_place
 from grmpipe.judge.votes import (
+    Weights,
     average_weighted,
     best_indices,
+    count_votes,
     majority,
     mean,
     median,
@@ -24,7 +26,7 @@ from grmpipe.judge.votes import (
     vote_named,
     voted,
 )
-from grmpipe.types import RewardSpan, Verdict
+from grmpipe.types import Criterion, RewardSpan, Verdict
 
 JUDGEMENTS = ((1, 5), (5, 6), (4, 8), (7, 6))  # of two responses
 FIRST, SECOND = zip(*JUDGEMENTS, strict=True)
@@ -83,6 +85,13 @@ def test_a_verdict_holds_the_vote_its_reward_on_the_scale_and_how_far_the_judgem
     assert voted("mine", rollout, [2, 4, 9], median, Scale(low=1, high=9)).score == 4
 
 
+def test_parts_are_voted_on_where_no_judgement_has_all_of_them() -> None:
+    place = outcome_place(rollout_of_text("g", 3, "an answer"))
+    weights = Weights((0.75, 0.25))
+    verdict = count_votes("mine", [(1, None), (None, 5)], mean, Scale(low=1, high=9), weights, (place,))
+    assert (verdict.score, verdict.score_std, verdict.num_judgements) == (2, 0, 2)
+
+
 def lowest(scores: list[float]) -> object:
     if len(scores) > 3:
         raise KeyError("many")
@@ -100,6 +109,18 @@ def test_a_vote_of_ones_own_is_asked_and_named_where_it_gives_no_number(monkeypa
     with pytest.raises(ValueError, match=r"judge\.vote: .*lowest .*KeyError.*many") as raised:
         vote([1, 2, 3, 4])
     assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_a_fault_costs_what_it_costs_in_the_whole_rubric_where_criteria_are_left_out() -> None:
+    rubric = [Criterion(text=text, weight=weight) for text, weight in (("right", 3), ("short", 1), ("rude", -2))]
+    assert Weights.of_rubric(rubric, cap=0.5).parts == (0.75, 0.25, -0.5)
+    assert Weights.of_rubric(rubric, cap=0.5, kept=rubric[::2]).parts == (1.0, -0.5)
+
+
+def test_an_essential_criterion_that_is_half_met_caps_nothing() -> None:
+    rubric = [Criterion(text="right", essential=True), Criterion(text="short", weight=3)]
+    weights = Weights.of_rubric(rubric, cap=0.25)
+    assert (weights.to_reward([0.5, 1.0]), weights.to_reward([0.49, 1.0])) == (0.875, 0.25)
 
 
 def test_every_span_keeps_its_share_in_a_mix_with_a_mean_of_steps(bench: Any) -> None:

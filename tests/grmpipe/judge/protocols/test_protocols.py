@@ -229,9 +229,11 @@ class Meta:
 
     trust: dict[str, float]
     seen: list[Judgement] = field(default_factory=list)
+    priorities: set[int] = field(default_factory=set)
 
     async def scores(self, judgements: Sequence[Judgement], priority: int = 0) -> Sequence[float]:
         self.seen += judgements
+        self.priorities.add(priority)
         return [self.trust[one.completion.text] for one in judgements]
 
 
@@ -242,7 +244,7 @@ def guided(bench: Any, scores: Sequence[int], meta_rm: Any, **config: Any) -> An
     _, engine = bench.generative(author)
     grm = LocalGrm("grm", engine, Renderer(), 10**6)
     judge = GenerativeJudge(grm, judge_config(num_judgements=len(scores), **config), seed=1, meta_rm=meta_rm)
-    return bench.run(judge.judge(bench.prompt(), bench.rollout("12")))
+    return bench.run(judge.judge(bench.prompt(), bench.rollout("12"), priority=-3))
 
 
 def test_the_meta_rm_weighs_judgements_or_keeps_the_best_half(bench: Any) -> None:
@@ -251,9 +253,16 @@ def test_the_meta_rm_weighs_judgements_or_keeps_the_best_half(bench: Any) -> Non
     assert (best.score, best.num_judgements, best.score_std) == (2.5, 2, 1.5)
     one = guided(bench, (1, 5, 4, 7), meta_rm, vote="best", k_meta=1).verdict
     assert (one.score, one.num_judgements) == (1, 1)
+    of_two = guided(bench, (1, 5), meta_rm, vote="best").verdict
+    assert (of_two.score, of_two.num_judgements) == (1, 1)
     weighed = guided(bench, (1, 5, 4, 7), meta_rm, vote="weighted").verdict
     assert weighed.score == pytest.approx((0.9 * 1 + 0.1 * 5 + 0.8 * 4 + 0.2 * 7) / 2)
-    assert meta_rm.seen[0].siblings == (0,)
+    assert meta_rm.seen[0].siblings == (0,) and meta_rm.priorities == {-3}, "as urgent as the judgements"
+
+
+def test_a_vote_that_weighs_nothing_asks_no_meta_rm(bench: Any) -> None:
+    meta_rm = Meta({})
+    assert guided(bench, (1, 5, 4, 7), meta_rm, vote="median").verdict.score == 4.5 and not meta_rm.seen
 
 
 @pytest.mark.parametrize(("error", "cause"), [(EngineDied, "died"), (EngineRefused, "refused")])
