@@ -171,10 +171,12 @@ def test_the_plain_policy_gradient_has_no_ratio() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
+def test_on_policy_every_loss_has_the_policy_gradient_and_clips_nothing(name: str) -> None:
     """At r = 1 all are -A grad log pi; every token has GSPO's, which is divided by their number."""
     tokens = scored([1.0, 1.0, 1.0], [1.5, 1.5, 1.5])
-    assert gradient(tokens, LOSSES[name].function(tokens, AlgorithmConfig(loss=name))) == pytest.approx([-1.5] * 3)
+    policy = LOSSES[name].function(tokens, AlgorithmConfig(loss=name))
+    assert gradient(tokens, policy) == pytest.approx([-1.5] * 3)
+    assert policy.clipped_T.tolist() == [0.0] * 3 and policy.clipped_T.dtype == policy.loss_T.dtype
 
 
 # -- against numpy ---------------------------------------------------------------------------------------------------
