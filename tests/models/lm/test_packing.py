@@ -163,6 +163,21 @@ def test_keys_lie_as_flash_attention_wants_them() -> None:
     assert keys.max_length == max(map(len, samples))
     torch.testing.assert_close(ids_T[keys.places_K], torch.cat(samples))
     assert Packing(lengths_S).keys.places_K is None
+    none = Prefixes(parents_S=torch.arange(2), lengths_S=torch.zeros(2, dtype=torch.int64))
+    assert Packing(torch.tensor([3, 2]), none).keys.places_K is None, "prefixes without tokens copy no keys"
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_attention_reads_is_copied_to_its_device_and_computed_on_the_host(shares: bool) -> None:
+    """No number can be read on a device without memory."""
+    meta = torch.device("meta")
+    lengths_S, prefixes = laid_out()[2:]
+    packing = Packing(lengths_S, prefixes if shares else None, device=meta)
+    read = [packing.keys.places_K, packing.keys.starts_S1, packing.keys.query_starts_S1, packing.slots_T]
+    for rows in packing.rows:
+        read += [rows.queries_NQ, rows.keys_NK, rows.prefix_lengths_N]
+    assert {tensor.device for tensor in read if tensor is not None} == {meta}
+    assert packing.before_T.device.type == "cpu"
 
 
 def test_rows_of_a_call_are_about_as_long() -> None:

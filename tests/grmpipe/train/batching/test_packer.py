@@ -133,12 +133,15 @@ def test_packed_arrays_line_up() -> None:
     assert batch.versions_E.tolist() == [7, 7, 7, 8, 8]
 
 
-def test_arrays_are_sent_in_the_types_that_the_learner_reads() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_arrays_are_sent_in_the_types_that_the_learner_reads(shared: bool) -> None:
     """Whatever engines and teachers gave: numbers of 8 bytes would double what is sent and kept."""
-    likely_NK = np.zeros((2, 1))
-    scores = TokenScores(logprobs_N=np.zeros(2), top_ids_NK=likely_NK.astype(np.int16), top_logprobs_NK=likely_NK)
-    one = replace(sample(0, 2), teacher=scores, experts_TLK=np.zeros((2, 1, 1), np.int64))
-    batch = pack([one, replace(sample(1, 2), teacher=scores)])
+    likely_NK = np.zeros((3, 1))
+    scores = TokenScores(logprobs_N=np.zeros(3), top_ids_NK=likely_NK.astype(np.int16), top_logprobs_NK=likely_NK)
+    one = replace(sample(0, 3), teacher=scores, experts_TLK=np.zeros((3, 1, 1), np.int64), num_turns=2)
+    trees = [PrefixTree.of([one, replace(one, sibling=1)])] if shared else [PrefixTree.copy_samples([one])]
+    batch = pack_trees([*trees, PrefixTree.copy_samples([replace(one, sibling=2, experts_TLK=None)])])
+    assert bool(batch.prefix_lengths_S.any()) == shared
     teacher = batch.teacher
     assert teacher is not None and teacher.top_ids_EK is not None and teacher.top_logprobs_EK is not None
     for kind, arrays in {
