@@ -7,7 +7,7 @@ from grmpipe.help import HELP, VERSION, write_help, write_version
 
 def main() -> None:
     typed = sys.argv[1:]
-    if not typed or not set(HELP).isdisjoint(typed):
+    if typed in ([], ["help"]) or not set(HELP).isdisjoint(typed):
         print(write_help(), end="")
     elif VERSION in typed:
         print(write_version())

@@ -263,7 +263,7 @@ def lookup(summary: Summary, path: str) -> float:
     known = dict(numbers(summary.to_json()))
     if path not in known:
         near = difflib.get_close_matches(path, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = f"; did you mean {near[0]}?" if near else "."
         raise ValueError(f"objective: no number at {path!r} in summary.json{hint} Known: {', '.join(known)}")
     return known[path]
 

@@ -24,7 +24,7 @@ def run(*typed: str, folder: Path = ROOT) -> str:
     return subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("typed", [(), ("--help",), ("+experiment=quickstart", "-h")])
+@pytest.mark.parametrize("typed", [(), ("help",), ("--help",), ("+experiment=quickstart", "-h")])
 def test_help_runs_nothing_and_imports_nothing_that_takes_time(typed: tuple[str, ...]) -> None:
     printed = run(*typed)
     assert printed.startswith("grmpipe post-trains") and printed.endswith("slow: []\n")
