@@ -245,7 +245,8 @@ class ConsoleSink(Tracker):
         """
         self._print(Text(str(run_dir), style="bold cyan").append(f"  {', '.join(files)}", style="not bold default"))
         shows = [f"open {REPORT} in a browser"] if REPORT in files else []
-        command = "python launch.py" if Path(sys.argv[0]).name == "launch.py" else "grmpipe"
+        script = sys.argv[0]
+        command = f"{sys.orig_argv[0]} {script}" if Path(script).name == "launch.py" else "grmpipe"
         shows += [f"{command} task=view run_dir={run_dir}"] if VIEWED & files.keys() else []
         if shows:
             self._print(Text(f"to look into it: {', or '.join(shows)}", style="bold cyan"))

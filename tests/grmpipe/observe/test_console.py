@@ -213,7 +213,8 @@ def test_a_run_ends_with_its_files_and_what_shows_them_in_two_lines() -> None:
 
 def test_the_viewers_command_is_the_one_that_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["launch.py", "+experiment=quickstart"])
-    assert end_of(Path("x"), rollouts_jsonl="")[-1] == "to look into it: python launch.py task=view run_dir=x"
+    monkeypatch.setattr(sys, "orig_argv", [".venv/bin/python", "launch.py", "+experiment=quickstart"])
+    assert end_of(Path("x"), rollouts_jsonl="")[-1] == "to look into it: .venv/bin/python launch.py task=view run_dir=x"
 
 
 def test_the_viewer_is_named_only_where_it_has_more_than_the_report() -> None:
