@@ -97,6 +97,7 @@ INPUTS = {
     "policy/": "policy.path",
     "meta_rm/": "meta_rm.path",
     "critic/": "critic.path",
+    "grm/": "grm.path",
 }
 
 
