@@ -19,9 +19,9 @@ SYNC_FIXED_S = 0.05  # no push takes less
 # expert: vLLM 0.32 for CPUs, a mixture beside a dense model of its size; 0.1 ms if they are joined before); a bucket is
 # made, sent and checked (assumed); the driver asks an engine something, over Ray. It scores the probe after its pause.
 TENSOR_S, JOINED_S, BUCKET_S, CALL_S = 1e-3, 1e-4, 5e-3, 1.1e-3
-# With `sync.delta`, at the rates of RL: the share of the bytes that is sent, and the learner's time to find it, on one
-# thread (benchmarks/weight_delta.md).
-DELTA_SHARE, DELTA_GB_S = 0.01, 1.5
+# With `sync.delta`, at the rates of RL: the share of the bytes that is sent, about, and the seconds of one of the
+# learner's threads to find what changed in a GB (benchmarks/weight_delta.md).
+DELTA_SHARE, DELTA_S_PER_GB = 0.01, 1.5
 # Nine of ten published rates are within these factors of those estimated for a model that nothing was fitted to
 # (benchmarks/plan_rates.md).
 LEARNER_SPREAD = 1.5
@@ -274,7 +274,7 @@ def sync_time_s(push: PushSize, device: DeviceSpec, *, over_nodes: bool = False)
     parts_s = push.tensors * TENSOR_S + push.joined * JOINED_S + push.buckets * BUCKET_S + push.calls * CALL_S
     sent_s = push.num_bytes / (min(rate, device.link_gb_per_s) * GB * LINK_SHARE)
     if push.delta:
-        sent_s = DELTA_SHARE * sent_s + DELTA_GB_S * push.num_bytes / GB
+        sent_s = DELTA_SHARE * sent_s + DELTA_S_PER_GB * push.num_bytes / GB
     return SYNC_FIXED_S + parts_s + sent_s
 
 

@@ -241,9 +241,9 @@ def count_calls(role: ServedRole, facts: RunFacts, buckets: int, *, over_nodes: 
     """The driver's calls to one engine in its pause: to pause and resume, and between them to receive broadcasts, or to
     begin, to take each bucket and to commit.
     """
-    chosen = facts.config.sync.transport != "auto"  # it was checked already, and learner and engines may be neighbours
-    same_machine = chosen or not over_nodes
-    transport = resolve_transport(role, facts.config, facts.placement, same_machine=same_machine)
+    # A transport that is typed was checked already: learner and engines may share one of the nodes.
+    typed = facts.config.sync.transport != "auto"
+    transport = resolve_transport(role, facts.config, facts.placement, same_machine=typed or not over_nodes)
     return 2 + (1 if transport_kind(transport).group is not None else 2 + buckets)
 
 

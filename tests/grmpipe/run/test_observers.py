@@ -12,7 +12,7 @@ from configs import run_config
 from grmpipe.config.tracking import TrackingConfig
 from grmpipe.models.settings import EngineConfig, OpenAIConfig
 from grmpipe.pipeline.interfaces import PipelineState
-from grmpipe.run.observers import Observers
+from grmpipe.run.observers import FILES, Observers
 from grmpipe.run_dir.run_state import RunState
 from grmpipe.trackers.tracker import SampleRow
 from grmpipe.trackers.wandb_tracker import WandbConfig
@@ -47,6 +47,12 @@ class Raises:
 
     log = table = resume_state = close = property(lambda self: 1 / 0)
 """
+
+
+def test_the_page_on_a_run_says_what_each_of_its_files_holds() -> None:
+    page = (Path(__file__).parents[3] / "docs/reading_a_run.md").read_text(encoding="utf-8")
+    table = page.partition("## Files of a run")[2].partition("**`summary.json`**")[0]
+    assert [name for name in FILES if f"`{name}" not in table] == []
 
 
 @pytest.mark.usefixtures("restored_logging")
